@@ -1,0 +1,166 @@
+use gpurun_types::{ArenaId, Bytes, DType, Lane, Place, View};
+
+use crate::ops::*;
+
+/// What can go wrong on a device.
+#[derive(Debug, thiserror::Error)]
+pub enum DeviceError {
+    /// The arena could not be allocated.
+    #[error("cannot allocate {bytes} of {place} memory for one arena: {reason}")]
+    OutOfMemory {
+        /// Where the arena was wanted.
+        place: Place,
+        /// How large it was to be.
+        bytes: Bytes,
+        /// What the system said.
+        reason: String,
+    },
+    /// Views whose lengths or element types do not fit together: a bug of the caller.
+    #[error("{operation}: {detail}")]
+    Shape {
+        /// The operation.
+        operation: &'static str,
+        /// What does not fit.
+        detail: String,
+    },
+    /// The device or one of its libraries failed.
+    #[error("{operation} failed: {reason}")]
+    Failed {
+        /// The operation or library call.
+        operation: String,
+        /// What the library said.
+        reason: String,
+    },
+    /// There is no such device here.
+    #[error("{0}")]
+    Missing(String),
+}
+
+/// A point in a lane's work. Numbers grow within a lane.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mark {
+    /// The lane it was recorded on.
+    pub lane: Lane,
+    /// Its number.
+    pub number: u64,
+}
+
+type Result<T = ()> = std::result::Result<T, DeviceError>;
+
+/// Scratch that a kind of device needs for some operations. Pure, so that a plan can be made where there is no device.
+pub trait ScratchSizes: Send + Sync {
+    /// Bytes of scratch that [`Backend::norm_backward`] needs.
+    fn norm_backward_scratch(&self, rows: usize, width: usize) -> Bytes;
+
+    /// Bytes of scratch that attention needs, the larger of forward and backward.
+    fn attention_scratch(&self, shape: AttentionShape, dtype: DType) -> Bytes;
+}
+
+/// A device: arenas and operations.
+///
+/// On a synchronous backend (the CPU) an operation runs on the calling thread (and the backend's own pool) and is done
+/// when it returns; `record`, `wait` and `synchronize` do nothing. On an asynchronous one (CUDA) an operation is
+/// enqueued on the stream of its lane. Operations on host arenas (`adamw`, `cast`, `fill`, `norm_partial` with
+/// [`Lane::Host`]) run on host threads on every backend.
+pub trait Backend: ScratchSizes {
+    /// Name for messages, for example `cpu (2 threads)` or `NVIDIA H200`.
+    fn name(&self) -> String;
+
+    /// True when operations are enqueued and return before they ran.
+    fn is_asynchronous(&self) -> bool;
+
+    // ---- memory ----
+
+    /// Allocates an arena, zeroed and aligned to at least 256 bytes. Arenas live as long as the backend.
+    fn allocate(&self, place: Place, bytes: Bytes) -> Result<ArenaId>;
+
+    /// Bytes now allocated at `place`.
+    fn allocated(&self, place: Place) -> Bytes;
+
+    /// Copies host bytes into `dst` and returns when done. `src.len()` must be `dst.bytes()`. Not for use inside a step.
+    fn upload(&self, src: &[u8], dst: View) -> Result;
+
+    /// Copies `src` into host bytes and returns when done. Not for use inside a step.
+    fn download(&self, src: View, dst: &mut [u8]) -> Result;
+
+    /// The address of a view in host memory, for host-side communicators and tests; `None` on device memory that the
+    /// host cannot address. The pointer is valid as long as the backend.
+    fn host_pointer(&self, view: View) -> Option<*mut u8>;
+
+    // ---- lanes ----
+
+    /// Marks the work enqueued on `lane` so far.
+    fn record(&self, lane: Lane) -> Result<Mark>;
+
+    /// Makes later work on `lane` wait for `mark`.
+    fn wait(&self, lane: Lane, mark: Mark) -> Result;
+
+    /// Blocks until all work on `lane` is done, and reports errors of work that ran asynchronously.
+    fn synchronize(&self, lane: Lane) -> Result;
+
+    // ---- operations ----
+
+    /// Sets every element to `value` (converted to the view's type).
+    fn fill(&self, lane: Lane, dst: View, value: f32) -> Result;
+
+    /// Copies elements of one type, within or between arenas, host and device alike.
+    fn copy(&self, lane: Lane, src: View, dst: View) -> Result;
+
+    /// Converts between fp32, bf16 and fp16, rounding to nearest even.
+    fn cast(&self, lane: Lane, src: View, dst: View) -> Result;
+
+    /// `dst += src`, both fp32.
+    fn add_assign(&self, lane: Lane, src: View, dst: View) -> Result;
+
+    /// Matrix product; see [`Matmul`].
+    fn matmul(&self, lane: Lane, args: Matmul) -> Result;
+
+    /// `grad[j] += sum_i dy[i, j]`; `dy` is `[rows, columns]`, `grad` is fp32 `[columns]`.
+    fn bias_grad(&self, lane: Lane, dy: View, grad: View, rows: usize, columns: usize) -> Result;
+
+    /// Token (and position) embedding; see [`Embedding`].
+    fn embedding_forward(&self, lane: Lane, args: Embedding, y: View) -> Result;
+
+    /// Adds the gradient of [`Backend::embedding_forward`] to fp32 tables, in token order (same bits every run).
+    /// `args.table` and `args.positions` are the gradient tables here.
+    fn embedding_backward(&self, lane: Lane, args: Embedding, dy: View) -> Result;
+
+    /// Layer norm or RMS norm, with the residual addition before it fused; see [`NormForward`].
+    fn norm_forward(&self, lane: Lane, args: NormForward) -> Result;
+
+    /// Gradient of [`Backend::norm_forward`]; see [`NormBackward`].
+    fn norm_backward(&self, lane: Lane, args: NormBackward) -> Result;
+
+    /// Rotary position embedding in place; see [`Rope`].
+    fn rope(&self, lane: Lane, args: Rope) -> Result;
+
+    /// Causal attention; see [`Attention`].
+    fn attention_forward(&self, lane: Lane, args: Attention) -> Result;
+
+    /// Gradient of [`Backend::attention_forward`]; see [`AttentionBackward`].
+    fn attention_backward(&self, lane: Lane, args: AttentionBackward) -> Result;
+
+    /// `y = gelu(x)`, tanh approximation (Hendrycks & Gimpel 2016).
+    fn gelu_forward(&self, lane: Lane, x: View, y: View) -> Result;
+
+    /// `dx = dy * gelu'(x)`; `dx` may be `dy`.
+    fn gelu_backward(&self, lane: Lane, x: View, dy: View, dx: View) -> Result;
+
+    /// `y[i, j] = silu(x[i, j]) * x[i, width + j]`; `x` is `[rows, 2 * width]`: gate, then up (Shazeer 2020).
+    fn swiglu_forward(&self, lane: Lane, x: View, y: View, rows: usize, width: usize) -> Result;
+
+    /// Gradient of [`Backend::swiglu_forward`]; `dx` is `[rows, 2 * width]` and may be `x`.
+    fn swiglu_backward(&self, lane: Lane, x: View, dy: View, dx: View, rows: usize, width: usize) -> Result;
+
+    /// Fused cross-entropy; see [`CrossEntropy`].
+    fn cross_entropy(&self, lane: Lane, args: CrossEntropy) -> Result;
+
+    /// `partial[0] = sum_i src[i]^2` in fp64, in an order that depends only on the length; `src` fp32, `partial` fp64.
+    fn norm_partial(&self, lane: Lane, src: View, partial: View) -> Result;
+
+    /// The global decisions of a step; see [`StepScalars`].
+    fn step_scalars(&self, lane: Lane, args: StepScalars) -> Result;
+
+    /// AdamW over one run of parameters; see [`AdamW`].
+    fn adamw(&self, lane: Lane, args: AdamW) -> Result;
+}

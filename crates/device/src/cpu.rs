@@ -1,0 +1,4 @@
+//! The CPU backend.
+
+/// Placeholder until the operations land.
+pub struct CpuBackend;

@@ -1,0 +1,16 @@
+//! Backends: the operations a model needs, over arenas of plain memory.
+//!
+//! A [`Backend`] owns arenas and runs operations on [`View`]s of them. It knows no unit, no rank and no plan. The caller
+//! (the engine's interpreter) promises that two operations that run at the same time never touch the same bytes unless
+//! both only read: the plan's verifier proves that before step 0.
+//!
+//! All matrices are row-major. Every operation checks the lengths and element types of its views and answers
+//! [`DeviceError::Shape`] when they do not fit together.
+
+mod backend;
+mod cpu;
+mod ops;
+
+pub use backend::{Backend, DeviceError, Mark, ScratchSizes};
+pub use cpu::CpuBackend;
+pub use ops::*;
