@@ -1,0 +1,246 @@
+//! Trains small models on several ranks in one process and gathers what came out.
+#![allow(dead_code)] // each test file uses its own part
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use gpurun_comm::{CommError, Communicator, Fabric, FabricOptions, Solo};
+use gpurun_device::{Backend, CpuBackend, LossScaling};
+use gpurun_engine::{AdamOptions, HostBatch, Network, Session, SessionOptions, State, StepInputs, StepOutcome, Watcher};
+use gpurun_model::{BatchShape, Model, ModelConfig};
+use gpurun_plan::{Mesh, OffloadVia, PlanOptions, Policy, Recompute, Schedule};
+use gpurun_types::{DType, Place, Rank};
+
+/// Nobody watches.
+pub struct Quiet;
+
+impl Watcher for Quiet {
+    fn at(&self, _: u32) {}
+    fn waiting_for(&self, _: u32) {}
+    fn progressed(&self) {}
+}
+
+struct HostNetwork {
+    fabric: Option<Arc<Fabric>>,
+    backend: Arc<dyn Backend>,
+}
+
+impl Network for HostNetwork {
+    fn communicator(&self, channel: u32, members: &[Rank]) -> Result<Arc<dyn Communicator>, CommError> {
+        Ok(match &self.fabric {
+            Some(fabric) => Arc::new(fabric.communicator(channel, members, self.backend.clone())?),
+            None => Arc::new(Solo::new(members[0], self.backend.clone())),
+        })
+    }
+}
+
+/// One way to train.
+#[derive(Clone, Debug)]
+pub struct Case {
+    pub model: ModelConfig,
+    pub ranks: u32,
+    pub stage: u8,
+    pub offload: Option<OffloadVia>,
+    pub fraction: f64,
+    pub micro_batches: u32,
+    pub dtype: DType,
+    pub recompute: Recompute,
+    pub steps: u64,
+    /// Sequences per step, over all ranks and micro-batches.
+    pub global_batch: usize,
+    pub loss_scale: Option<f32>,
+    pub clip: f32,
+}
+
+/// What came out of it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Outcome {
+    pub losses: Vec<f64>,
+    pub norms: Vec<f32>,
+    pub skipped: Vec<bool>,
+    pub loss_scales: Vec<f32>,
+    /// Every parameter's master weights, first and second moments.
+    pub state: BTreeMap<(String, u8), Vec<f32>>,
+}
+
+pub const SEQ: usize = 12;
+
+/// Pseudo-random tokens of global sequence `index`: the same whatever the layout.
+fn sequence(index: u64, vocabulary: usize) -> (Vec<i32>, Vec<i32>, Vec<i32>) {
+    let mut x = index.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x1234_5678;
+    let mut draw = || {
+        x ^= x << 13;
+        x ^= x >> 7;
+        x ^= x << 17;
+        (x % vocabulary as u64) as i32
+    };
+    let text: Vec<i32> = (0..=SEQ).map(|_| draw()).collect();
+    let cut = 1 + (index as usize * 5) % (SEQ - 1);
+    let starts = (0..SEQ).map(|i| if i < cut { 0 } else { cut as i32 }).collect();
+    (text[..SEQ].to_vec(), text[1..].to_vec(), starts)
+}
+
+fn inputs(case: &Case, rank: u32, step: u64) -> StepInputs {
+    let batch = case.global_batch / (case.ranks * case.micro_batches) as usize;
+    let micros = (0..case.micro_batches)
+        .map(|micro| {
+            let mut host = HostBatch::default();
+            for i in 0..batch {
+                let index = (micro * case.ranks + rank) as usize * batch + i;
+                let (t, y, s) = sequence(step * case.global_batch as u64 + index as u64, case.model.vocabulary);
+                host.tokens.extend(t);
+                host.targets.extend(y);
+                host.starts.extend(s);
+            }
+            host
+        })
+        .collect();
+    StepInputs { micros, learning_rate: 3e-3, loss_factor: 1.0 / (case.global_batch * SEQ) as f32 }
+}
+
+impl Case {
+    /// fp32, one rank, stage 0, nothing special.
+    pub fn plain(model: ModelConfig) -> Self {
+        Self {
+            model,
+            ranks: 1,
+            stage: 0,
+            offload: None,
+            fraction: 1.0,
+            micro_batches: 1,
+            dtype: DType::F32,
+            recompute: Recompute::None,
+            steps: 3,
+            global_batch: 12,
+            loss_scale: None,
+            clip: 0.5,
+        }
+    }
+
+    fn options(&self) -> SessionOptions {
+        let place = if self.offload.is_some() { Place::Host } else { Place::Device };
+        SessionOptions {
+            plan: PlanOptions {
+                mesh: Mesh { dp: self.ranks, pp: 1 },
+                micro_batches: self.micro_batches,
+                policy: Policy::for_stage(self.stage, place).expect("a stage from 0 to 3"),
+                dtype: self.dtype,
+                adam_dtype: DType::F32,
+                offload_via: self.offload.unwrap_or(OffloadVia::Host),
+                offload_fraction: self.fraction,
+                recompute: self.recompute,
+                schedule: Schedule::OneFOneB,
+                clip: true,
+            },
+            shape: BatchShape {
+                batch: self.global_batch / (self.ranks * self.micro_batches) as usize,
+                seq: SEQ,
+            },
+            adam: AdamOptions {
+                beta1: 0.9,
+                beta2: 0.95,
+                eps: 1e-8,
+                weight_decay: 0.1,
+                clip: self.clip,
+                scaling: self.loss_scale.map(|_| LossScaling {
+                    growth: 2.0,
+                    backoff: 0.5,
+                    interval: 2,
+                    max: 65536.0,
+                    min: 1.0,
+                }),
+            },
+            loss_scale: self.loss_scale.unwrap_or(1.0),
+            device_limit: None,
+        }
+    }
+
+    /// Trains on threads and gathers the state of all ranks.
+    pub fn run(&self) -> Outcome {
+        let fabrics: Vec<Option<Arc<Fabric>>> = if self.ranks == 1 {
+            vec![None]
+        } else {
+            Fabric::threads(self.ranks, FabricOptions::default()).into_iter().map(Some).collect()
+        };
+        let parts: Vec<Outcome> = std::thread::scope(|scope| {
+            let handles: Vec<_> = fabrics
+                .into_iter()
+                .enumerate()
+                .map(|(rank, fabric)| scope.spawn(move || self.run_rank(rank as u32, fabric)))
+                .collect();
+            handles.into_iter().map(|h| h.join().expect("a rank does not panic")).collect()
+        });
+        let mut whole = parts[0].clone();
+        for part in &parts[1..] {
+            assert_eq!(part.losses, whole.losses, "every rank reports the same loss");
+            assert_eq!(part.norms, whole.norms, "every rank sees the same norm");
+            for (key, values) in &part.state {
+                let to = whole.state.entry(key.clone()).or_insert_with(|| vec![f32::NAN; values.len()]);
+                for (a, b) in to.iter_mut().zip(values).filter(|(_, b)| !b.is_nan()) {
+                    assert!(a.is_nan(), "{key:?} is owned once");
+                    *a = *b;
+                }
+            }
+        }
+        for (key, values) in &whole.state {
+            assert!(values.iter().all(|v| v.is_finite()), "{key:?} is whole and finite");
+        }
+        whole
+    }
+
+    fn run_rank(&self, rank: u32, fabric: Option<Arc<Fabric>>) -> Outcome {
+        let backend: Arc<dyn Backend> = Arc::new(CpuBackend::new(1).expect("a CPU backend"));
+        let model: Arc<Model> = Arc::new(self.model.build().expect("a valid model"));
+        let network = HostNetwork { fabric, backend: backend.clone() };
+        let session =
+            Session::new(backend, model, &network, Rank(rank), self.options()).expect("a session can be made");
+        session.initialise(17).expect("weights can be set");
+        let mut out =
+            Outcome { losses: vec![], norms: vec![], skipped: vec![], loss_scales: vec![], state: BTreeMap::new() };
+        for step in 0..self.steps {
+            let done: StepOutcome =
+                session.step(step + 1, inputs(self, rank, step), &Quiet).expect("a step can be run");
+            out.losses.push(done.loss_sum / (self.global_batch * SEQ) as f64);
+            out.norms.push(done.grad_norm);
+            out.skipped.push(done.skipped);
+            out.loss_scales.push(done.loss_scale);
+        }
+        let sizes: BTreeMap<String, usize> = session
+            .model()
+            .units
+            .iter()
+            .flat_map(|u| u.params())
+            .map(|p| (p.name.clone(), p.elements()))
+            .collect();
+        for stretch in session.owned_stretches() {
+            let state = match stretch.state {
+                State::Master => 0,
+                State::M => 1,
+                State::V => 2,
+            };
+            let to = out
+                .state
+                .entry((stretch.name.clone(), state))
+                .or_insert_with(|| vec![f32::NAN; sizes[&stretch.name]]);
+            let to = &mut to[stretch.start..stretch.start + stretch.region.len];
+            session.read_f32(stretch.region, to).expect("state can be read");
+        }
+        out
+    }
+}
+
+/// Largest relative difference of any state tensor, by norm.
+pub fn distance(a: &Outcome, b: &Outcome) -> f64 {
+    assert_eq!(a.state.keys().collect::<Vec<_>>(), b.state.keys().collect::<Vec<_>>());
+    let mut worst: f64 = 0.0;
+    for (key, x) in &a.state {
+        let y = &b.state[key];
+        let (mut diff, mut norm) = (0.0, 0.0);
+        for (x, y) in x.iter().zip(y) {
+            diff += f64::from(x - y).powi(2);
+            norm += f64::from(*y).powi(2);
+        }
+        worst = worst.max((diff / norm.max(1e-30)).sqrt());
+    }
+    worst
+}
