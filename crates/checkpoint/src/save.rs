@@ -235,9 +235,10 @@ impl Save {
         self.drop_strangers(world)?;
         let bytes = manifest.to_bytes();
         let path = self.partial.join(MANIFEST);
-        write_durable(&path, &bytes)
-            .and_then(|()| sync_folder(&self.partial))
-            .map_err(|e| self.explain(e, Bytes(bytes.len() as u64)))?;
+        if let Err(error) = write_durable(&path, &bytes).and_then(|()| sync_folder(&self.partial)) {
+            remove_folder(&self.partial);
+            return Err(self.explain(error, Bytes(bytes.len() as u64)));
+        }
         let folder = self.publish()?;
         for rank in 0..world {
             remove_if_there(&folder.join(receipt_name(Rank(rank))), "a receipt that is no longer needed");
@@ -454,5 +455,38 @@ fn remove_if_there(file: &Path, what: &str) {
             tracing::warn!("cannot remove {what}, {}: {error}", file.display());
         }
         _ => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Works where no small disk can be mounted: the kernel's own full device in the place of the file.
+    #[test]
+    fn a_write_that_finds_no_space_is_explained() {
+        let _limit = testkit::time_limit(20);
+        let out = tempfile::tempdir().expect("a temporary folder");
+        for elements in [1, 10, 3_000_000] {
+            let values = vec![1.0; elements];
+            let save = Save::begin(out.path(), 7).expect("begin");
+            let full = OpenOptions::new().write(true).open("/dev/full").expect("/dev/full");
+            let piece = PieceSource::from_slice("w", Section::Weight, 0, &values);
+            let error = save.write_part(Rank(0), full, [piece]).expect_err("no space");
+            let Error::DiskFull { folder, needed, previous: None, .. } = &error else { panic!("{error}") };
+            assert_eq!(*folder, out.path().join(".step-00000007.partial"));
+            assert!(needed.0 > elements as u64 * 4, "{needed}");
+            assert!(error.to_string().ends_with("There is no earlier checkpoint."), "{error}");
+        }
+    }
+
+    #[test]
+    fn only_leftovers_are_taken_for_leftovers() {
+        let _limit = testkit::time_limit(10);
+        assert_eq!(leftover_step(".step-00000012.partial"), Some(12));
+        assert_eq!(leftover_step(".step-123456789.removed"), Some(123_456_789));
+        for other in ["step-00000012", "step-00000012.partial", ".step-12.partial", ".step-00000012.", ".git"] {
+            assert_eq!(leftover_step(other), None, "{other}");
+        }
     }
 }
