@@ -54,6 +54,12 @@ pub trait ScratchSizes: Send + Sync {
 
     /// Bytes of scratch that attention needs, the larger of forward and backward.
     fn attention_scratch(&self, shape: AttentionShape, dtype: DType) -> Bytes;
+
+    /// Bytes that the logits of one chunk of rows should stay within. Fewer, larger chunks suit a device that needs large
+    /// matrix products to be busy.
+    fn logits_budget(&self) -> Bytes {
+        Bytes(64 << 20)
+    }
 }
 
 /// A device: arenas and operations.
