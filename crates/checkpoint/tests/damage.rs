@@ -1,4 +1,5 @@
 //! Anything that happens to a checkpoint's bytes is found and named, and the one before is used.
+#![allow(clippy::unwrap_used)] // A failure of a test's own steps is a failed test.
 
 mod common;
 

@@ -1,4 +1,5 @@
 //! Folders of weights as Hugging Face's libraries lay them out.
+#![allow(clippy::unwrap_used)] // A failure of a test's own steps is a failed test.
 
 use std::fs;
 use std::path::Path;

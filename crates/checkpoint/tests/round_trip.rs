@@ -1,4 +1,5 @@
 //! What is saved at any partition is read at any other, with the same bits.
+#![allow(clippy::unwrap_used)] // A failure of a test's own steps is a failed test.
 
 mod common;
 

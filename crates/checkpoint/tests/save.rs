@@ -1,4 +1,5 @@
 //! When a save may fail, what it leaves, and what is pruned.
+#![allow(clippy::unwrap_used)] // A failure of a test's own steps is a failed test.
 
 mod common;
 
