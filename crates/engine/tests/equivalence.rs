@@ -1,0 +1,193 @@
+//! What must not change the result does not: ranks, stages, offload, micro-batches, recompute, dtype by dtype.
+//!
+//! Where sums have the same order the same bits are asked for, of losses, norms, weights and both moments. Another number
+//! of ranks or micro-batches adds the same gradients in another order: then tensors are equal within rounding.
+
+mod common;
+
+use common::{Case, Outcome, distance};
+use gpurun_model::ModelConfig;
+use gpurun_plan::{OffloadVia, Recompute};
+use gpurun_types::DType;
+
+fn gpt2() -> ModelConfig {
+    ModelConfig {
+        layers: 2,
+        width: 16,
+        heads: 2,
+        head_dim: 8,
+        kv_heads: 2,
+        ff: 40,
+        vocabulary: 29,
+        context: common::SEQ,
+        ..ModelConfig::preset("tiny").expect("tiny is a preset")
+    }
+}
+
+fn llama() -> ModelConfig {
+    ModelConfig {
+        layers: 3,
+        width: 16,
+        heads: 4,
+        head_dim: 4,
+        kv_heads: 2,
+        ff: 24,
+        vocabulary: 31,
+        context: 2 * common::SEQ,
+        ..ModelConfig::preset("llama-1b").expect("llama-1b is a preset")
+    }
+}
+
+fn assert_same_bits(a: &Outcome, b: &Outcome, what: &str) {
+    assert_eq!(a.losses, b.losses, "{what}: losses");
+    assert_eq!(a.norms, b.norms, "{what}: gradient norms");
+    for (key, values) in &a.state {
+        let same = values.iter().zip(&b.state[key]).all(|(x, y)| x.to_bits() == y.to_bits());
+        assert!(same, "{what}: {key:?} differs");
+    }
+}
+
+fn assert_near(a: &Outcome, b: &Outcome, tolerance: f64, what: &str) {
+    let worst = distance(a, b);
+    assert!(worst < tolerance, "{what}: state differs by {worst:e}, more than {tolerance:e}");
+    for (x, y) in a.losses.iter().zip(&b.losses) {
+        assert!((x - y).abs() < tolerance * y.abs(), "{what}: losses {x} and {y}");
+    }
+}
+
+#[test]
+fn training_changes_the_weights_and_lowers_the_loss() {
+    let _limit = testkit::time_limit(60);
+    // The same batch again and again: its loss must fall.
+    let case = Case { steps: 30, ..Case::plain(gpt2()) };
+    let out = case.run();
+    assert!(out.losses[29] < out.losses[0], "{:?}", out.losses);
+}
+
+#[test]
+fn the_number_of_ranks_changes_nothing_but_rounding() {
+    let _limit = testkit::time_limit(120);
+    for model in [gpt2(), llama()] {
+        let one = Case::plain(model.clone()).run();
+        for ranks in [2, 3, 4] {
+            let case = Case { ranks, ..Case::plain(model.clone()) };
+            let many = case.run();
+            // fp32 sums of 12 sequences in another order, through 3 Adam steps; v is a square of such sums.
+            assert_near(&many, &one, 2e-4, &format!("{:?}, {ranks} ranks", model.family));
+            assert_same_bits(&many, &case.run(), "the same again");
+        }
+    }
+}
+
+#[test]
+fn micro_batches_change_nothing_but_rounding() {
+    let _limit = testkit::time_limit(120);
+    let one = Case::plain(gpt2()).run();
+    for (ranks, micro_batches) in [(1, 4), (2, 3), (3, 4), (1, 12)] {
+        let many = Case { ranks, micro_batches, ..Case::plain(gpt2()) }.run();
+        assert_near(&many, &one, 2e-4, &format!("{ranks} ranks, {micro_batches} micro-batches"));
+    }
+}
+
+#[test]
+fn stages_give_the_same_bits() {
+    let _limit = testkit::time_limit(180);
+    for model in [gpt2(), llama()] {
+        for dtype in [DType::F32, DType::Bf16] {
+            for ranks in [1, 2, 3, 4] {
+                let run = |stage, micro_batches| {
+                    Case { ranks, stage, micro_batches, dtype, steps: 2, ..Case::plain(model.clone()) }.run()
+                };
+                let zero = run(0, 1);
+                for stage in 1..=3 {
+                    assert_same_bits(&run(stage, 1), &zero, &format!("{dtype} stage {stage}, {ranks} ranks"));
+                }
+            }
+            let run = |stage| {
+                Case { ranks: 2, stage, micro_batches: 3, dtype, steps: 2, ..Case::plain(model.clone()) }.run()
+            };
+            assert_same_bits(&run(1), &run(0), &format!("{dtype} stage 1 and 0, 3 micro-batches"));
+            assert_same_bits(&run(3), &run(2), &format!("{dtype} stage 3 and 2, 3 micro-batches"));
+        }
+    }
+}
+
+#[test]
+fn offload_gives_the_same_bits() {
+    let _limit = testkit::time_limit(180);
+    for dtype in [DType::F32, DType::Bf16, DType::F16] {
+        for (ranks, stage) in [(1, 0), (2, 1), (2, 2), (3, 3)] {
+            for micro_batches in [1, 4] {
+                let base = Case { ranks, stage, micro_batches, dtype, ..Case::plain(gpt2()) };
+                let on = base.run();
+                for via in [OffloadVia::Host, OffloadVia::Stream] {
+                    for fraction in [1.0, 0.5] {
+                        let case = Case { offload: Some(via), fraction, ..base.clone() };
+                        assert_same_bits(&case.run(), &on, &format!("{case:?}"));
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn recompute_gives_the_same_bits() {
+    let _limit = testkit::time_limit(120);
+    for model in [gpt2(), llama()] {
+        for dtype in [DType::F32, DType::Bf16] {
+            for (ranks, stage) in [(1, 0), (2, 3)] {
+                let base = Case { ranks, stage, micro_batches: 2, dtype, ..Case::plain(model.clone()) };
+                let again = Case { recompute: Recompute::Full, ..base.clone() };
+                assert_same_bits(&again.run(), &base.run(), &format!("{again:?}"));
+            }
+        }
+    }
+}
+
+#[test]
+fn half_precision_stays_near_fp32() {
+    let _limit = testkit::time_limit(60);
+    let exact = Case { steps: 8, ..Case::plain(gpt2()) }.run();
+    // One bf16 rounding is 2^-9; losses average over 144 tokens.
+    for (dtype, tolerance) in [(DType::Bf16, 2e-2), (DType::F16, 5e-3)] {
+        let half = Case { dtype, steps: 8, ..Case::plain(gpt2()) }.run();
+        for (x, y) in half.losses.iter().zip(&exact.losses) {
+            assert!((x - y).abs() < tolerance * y, "{dtype}: losses {x} and {y}");
+        }
+    }
+}
+
+#[test]
+fn loss_scaling_backs_off_skips_and_grows() {
+    let _limit = testkit::time_limit(60);
+    for ranks in [1, 2] {
+        for stage in [0, 3] {
+            let base = Case { dtype: DType::F16, ranks, stage, ..Case::plain(gpt2()) };
+            // fp16 ends at 65504: gradients scaled by 2^30 overflow.
+            let case = Case { loss_scale: Some(2f32.powi(30)), steps: 24, ..base.clone() };
+            let out = case.run();
+            let skipped = out.skipped.iter().take_while(|s| **s).count();
+            assert!(skipped > 3, "a scale of 2^30 overflows: {:?}", out.skipped);
+            assert_eq!(out.loss_scales[skipped], 2f32.powi(30 - skipped as i32), "each skip halves the scale");
+            assert!(out.skipped[skipped..].iter().any(|s| !s), "training goes on");
+            assert_eq!(out.losses[0], out.losses[0], "the loss of a skipped step is known");
+            // Nothing but skipped steps: weights are as they began, moments zero.
+            let only = Case { steps: skipped as u64, ..case.clone() }.run();
+            let begun = Case { steps: 0, ..base.clone() }.run();
+            assert_eq!(only.state, begun.state, "a skipped step changes no state");
+        }
+    }
+}
+
+#[test]
+fn the_loss_scale_does_not_change_what_is_learned() {
+    let _limit = testkit::time_limit(60);
+    let plain = Case { dtype: DType::F16, loss_scale: Some(1024.0), ..Case::plain(gpt2()) }.run();
+    let scaled = Case { dtype: DType::F16, loss_scale: Some(4096.0), ..Case::plain(gpt2()) }.run();
+    assert_eq!(plain.skipped, vec![false; 3]);
+    assert_eq!(scaled.skipped, vec![false; 3]);
+    // Powers of two scale exactly, but small fp16 gradients are subnormal and round more coarsely at the lower scale.
+    let worst = distance(&scaled, &plain);
+    assert!(worst < 2e-2, "{worst:e}");
+}
