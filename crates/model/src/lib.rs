@@ -2,6 +2,30 @@
 //!
 //! A model knows no rank, no stage and no shard. A [`Unit`] says what it needs (parameters, saved tensors, scratch) and
 //! computes over the views it is handed.
+//!
+//! - [`ModelConfig`] describes a GPT-2 or Llama model (presets, Hugging Face's `config.json`) and builds it.
+//! - [`layers`] are the parts, with forward and backward, and how they compose into models of one's own.
+//! - [`init`] gives every parameter its starting values.
+//! - [`gradcheck`] compares a unit's gradients with finite differences; [`reference`] runs a whole model without a plan.
+#![forbid(unsafe_code)]
+
+mod config;
+mod error;
+mod gpt2;
+pub mod gradcheck;
+mod hugging_face;
+pub mod init;
+pub mod layers;
+mod llama;
+mod presets;
+pub mod reference;
+mod views;
+
+pub use config::{Family, ModelConfig, RopeScalingConfig, build};
+pub use error::ModelError;
+pub use hugging_face::Dropout;
+pub use presets::NAMES as PRESETS;
+pub use views::{JOIN_ALIGN, join};
 
 use gpurun_device::{Backend, DeviceError, ScratchSizes};
 use gpurun_types::{DType, Lane, View};
@@ -190,4 +214,75 @@ pub struct Model {
     pub vocabulary: usize,
     /// Longest sequence the model can take (learned positions), if bounded.
     pub max_seq: Option<usize>,
+}
+
+impl Model {
+    /// A chain whose parts fit together.
+    ///
+    /// # Errors
+    /// [`ModelError::Parts`] when the chain does not start without input or end without output, an edge's two widths
+    /// differ, a name is used twice, or a borrowed parameter has no owner.
+    pub fn new(units: Vec<Box<dyn Unit>>, vocabulary: usize, max_seq: Option<usize>) -> Result<Self, ModelError> {
+        let model = Self { units, vocabulary, max_seq };
+        model.check_edges()?;
+        model.check_names()?;
+        Ok(model)
+    }
+
+    fn check_edges(&self) -> Result<(), ModelError> {
+        let fail = |part: &str, problem: String| Err(ModelError::Parts { part: format!("unit {part}"), problem });
+        let (Some(first), Some(last)) = (self.units.first(), self.units.last()) else {
+            return fail("(none)", "a model needs an embedding unit and a loss unit".to_owned());
+        };
+        if first.input_width() != 0 {
+            return fail(first.name(), "the first unit must read tokens (input width 0)".to_owned());
+        }
+        if last.output_width() != 0 {
+            return fail(last.name(), "the last unit must compute the loss (output width 0)".to_owned());
+        }
+        for pair in self.units.windows(2) {
+            let (gives, takes) = (pair[0].output_width(), pair[1].input_width());
+            if gives != takes || gives == 0 {
+                let problem = format!("it takes {takes} elements per token, but unit {} gives {gives}", pair[0].name());
+                return fail(pair[1].name(), problem);
+            }
+        }
+        Ok(())
+    }
+
+    fn check_names(&self) -> Result<(), ModelError> {
+        let mut names = std::collections::HashSet::new();
+        let mut params = std::collections::HashSet::new();
+        for unit in &self.units {
+            let part = || format!("unit {}", unit.name());
+            if !names.insert(unit.name()) {
+                return Err(ModelError::Parts { part: part(), problem: "another unit has this name".to_owned() });
+            }
+            for param in unit.params() {
+                if let Some(name) = params.replace(param.name) {
+                    let problem = format!("parameter {name} is declared twice; to share it, name it in borrows()");
+                    return Err(ModelError::Parts { part: part(), problem });
+                }
+            }
+        }
+        for unit in &self.units {
+            if let Some(name) = unit.borrows().into_iter().find(|name| !params.contains(name)) {
+                let problem = format!("it borrows parameter {name}, which no unit owns");
+                return Err(ModelError::Parts { part: format!("unit {}", unit.name()), problem });
+            }
+        }
+        Ok(())
+    }
+
+    /// All parameters, in the order of units and of their declaration.
+    #[must_use]
+    pub fn params(&self) -> Vec<Param> {
+        self.units.iter().flat_map(|unit| unit.params()).collect()
+    }
+
+    /// Floating-point operations of one forward for one token in a sequence of `seq`; a backward takes twice as many.
+    #[must_use]
+    pub fn forward_flops_per_token(&self, seq: usize) -> f64 {
+        self.units.iter().map(|unit| unit.forward_flops_per_token(seq)).sum()
+    }
 }
