@@ -1,0 +1,213 @@
+//! What a user may write, on the command line or in a file.
+
+use std::path::PathBuf;
+
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::{Args, ValueEnum};
+use gpurun_plan::{OffloadVia, Recompute};
+use gpurun_types::DType;
+
+use super::{Device, Offload, Schedule};
+
+/// Options of `train`. Those that are absent come from the configuration file, and then from the defaults.
+// Negative numbers are let through to the checks, which say what is wrong with them. Clap takes -1e-3 for flags unless
+// any hyphen is allowed.
+#[derive(Args, Clone, Debug, Default, PartialEq)]
+pub struct TrainArgs {
+    /// Model: a preset (tiny, gpt2-124m, gpt2-355m, gpt2-774m, gpt2-1558m, llama-1b, llama-7b) or a folder in Hugging
+    /// Face's layout [default: tiny]
+    #[arg(long, value_name = "PRESET|HF_DIR", help_heading = "Model and data")]
+    pub model: Option<String>,
+    /// Train without the dropout that the config.json of --model HF_DIR asks for
+    #[arg(long, value_name = "0", value_parser = PossibleValuesParser::new(["0"]), help_heading = "Model and data")]
+    pub dropout: Option<String>,
+    /// Training data: text files, .jsonl, .bin token shards, or folders of them [default: a built-in corpus]
+    #[arg(long, value_name = "PATH", num_args = 1.., help_heading = "Model and data")]
+    pub data: Vec<PathBuf>,
+    /// Held-out data [default: a part of the training data]
+    #[arg(long, value_name = "PATH", num_args = 1.., help_heading = "Model and data")]
+    pub eval_data: Vec<PathBuf>,
+    /// Evaluate on held-out data every N steps and at the end; 0 means never [default: 100]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, help_heading = "Model and data")]
+    pub eval_every: Option<u64>,
+    /// Tokenizer: `bytes` or a tokenizer.json [default: that of --model HF_DIR, or bytes]
+    #[arg(long, value_name = "bytes|FILE", help_heading = "Model and data")]
+    pub tokenizer: Option<String>,
+    /// Tokens per sequence [default: 128]
+    #[arg(long, value_name = "TOKENS", allow_negative_numbers = true, help_heading = "Batch and length")]
+    pub seq_len: Option<usize>,
+    /// Sequences per micro-batch of a rank [default: the most up to 8 that divides the rank's share of a step]
+    #[arg(long, value_name = "SEQUENCES", allow_negative_numbers = true, help_heading = "Batch and length")]
+    pub micro_batch: Option<usize>,
+    /// Sequences per step over all ranks [default: 24]
+    #[arg(long, value_name = "SEQUENCES", allow_negative_numbers = true, help_heading = "Batch and length")]
+    pub global_batch: Option<usize>,
+    /// Optimizer steps [default: 300]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, help_heading = "Batch and length")]
+    pub steps: Option<u64>,
+    /// Passes over the data, instead of --steps
+    #[arg(long, value_name = "X", allow_hyphen_values = true, help_heading = "Batch and length")]
+    pub epochs: Option<f64>,
+    /// Highest learning rate [default: 3e-3]
+    #[arg(long, value_name = "X", allow_hyphen_values = true, help_heading = "Optimizer")]
+    pub lr: Option<f64>,
+    /// Learning rate at the end [default: a tenth of --lr]
+    #[arg(long, value_name = "X", allow_hyphen_values = true, help_heading = "Optimizer")]
+    pub min_lr: Option<f64>,
+    /// Steps of linear warm-up [default: 20, or a tenth of the steps where those are fewer than 200]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, help_heading = "Optimizer")]
+    pub warmup: Option<u64>,
+    /// Course of the learning rate after the warm-up [default: cosine]
+    #[arg(long, value_enum, help_heading = "Optimizer")]
+    pub schedule: Option<Schedule>,
+    /// Decoupled weight decay of matrices and tables [default: 0.1]
+    #[arg(long, value_name = "X", allow_hyphen_values = true, help_heading = "Optimizer")]
+    pub weight_decay: Option<f64>,
+    /// Adam's decay of the first moment [default: 0.9]
+    #[arg(long, value_name = "X", allow_hyphen_values = true, help_heading = "Optimizer")]
+    pub beta1: Option<f64>,
+    /// Adam's decay of the second moment [default: 0.95]
+    #[arg(long, value_name = "X", allow_hyphen_values = true, help_heading = "Optimizer")]
+    pub beta2: Option<f64>,
+    /// Added to the root of Adam's second moment [default: 1e-8]
+    #[arg(long, value_name = "X", allow_hyphen_values = true, help_heading = "Optimizer")]
+    pub eps: Option<f64>,
+    /// Largest global norm of the gradient; 0 means no limit [default: 1]
+    #[arg(long, value_name = "X", allow_hyphen_values = true, help_heading = "Optimizer")]
+    pub clip: Option<f64>,
+    /// Type of weights and activations [default: fp32]
+    #[arg(long, value_parser = dtype(), help_heading = "Precision and memory")]
+    pub dtype: Option<DType>,
+    /// Starting loss scale of fp16 [default: 65536]
+    #[arg(long, value_name = "X", allow_hyphen_values = true, help_heading = "Precision and memory")]
+    pub loss_scale: Option<f64>,
+    /// ZeRO stage: shard optimizer state (1), gradients too (2), parameters too (3) [default: 0]
+    #[arg(long, value_name = "0..3", value_parser = zero(), help_heading = "Precision and memory")]
+    pub zero: Option<u8>,
+    /// State that is kept in host memory [default: none]
+    #[arg(long, value_enum, help_heading = "Precision and memory")]
+    pub offload: Option<Offload>,
+    /// Who runs a host-side Adam: the host, or the device through which its state streams [default: host]
+    #[arg(long, value_parser = offload_via(), help_heading = "Precision and memory")]
+    pub offload_via: Option<OffloadVia>,
+    /// Share of the units whose optimizer state is in host memory, 0 to 1 [default: 1]
+    #[arg(long, value_name = "X", allow_hyphen_values = true, help_heading = "Precision and memory")]
+    pub offload_fraction: Option<f64>,
+    /// What is computed again in the backward instead of being kept [default: none]
+    #[arg(long, value_parser = recompute(), help_heading = "Precision and memory")]
+    pub recompute: Option<Recompute>,
+    /// Where the model runs [default: auto]
+    #[arg(long, value_enum, help_heading = "Run")]
+    pub device: Option<Device>,
+    /// Threads per rank [default: the processors divided among the ranks]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, help_heading = "Run")]
+    pub threads: Option<usize>,
+    /// Seed of weights and data order [default: 0]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, help_heading = "Run")]
+    pub seed: Option<u64>,
+    /// Folder of checkpoints
+    #[arg(long, value_name = "DIR", help_heading = "Run")]
+    pub out: Option<PathBuf>,
+    /// Save a checkpoint every N steps; the last step is saved in any case [default: 500]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, help_heading = "Run")]
+    pub save_every: Option<u64>,
+    /// Checkpoints that are kept [default: 2]
+    #[arg(long, value_name = "K", allow_negative_numbers = true, help_heading = "Run")]
+    pub keep: Option<usize>,
+    /// Start from the newest good checkpoint in --out (`auto`), or from this one
+    #[arg(long, value_name = "auto|DIR", help_heading = "Run")]
+    pub resume: Option<String>,
+    /// Write one JSON object a step to this file
+    #[arg(long, value_name = "FILE.jsonl", help_heading = "Run")]
+    pub metrics: Option<PathBuf>,
+    /// Seconds after which a rank that makes no progress counts as hung [default: 60]
+    #[arg(long, value_name = "SECONDS", allow_hyphen_values = true, help_heading = "Run")]
+    pub hang_timeout: Option<f64>,
+    /// Options from a TOML file, under the same names; those on the command line win
+    #[arg(long, value_name = "FILE.toml", help_heading = "Run")]
+    pub config: Option<PathBuf>,
+}
+
+/// What is done with all options alike. The merge lists every field, so a new one cannot be forgotten.
+macro_rules! for_all {
+    ($($option:ident)*; $($list:ident)*) => {
+        impl TrainArgs {
+            fn merge(first: Self, second: Self) -> Self {
+                Self {
+                    config: first.config,
+                    $($option: first.$option.or(second.$option),)*
+                    $($list: if first.$list.is_empty() { second.$list } else { first.$list },)*
+                }
+            }
+
+            /// Names of the options that are given, as flags spell them.
+            pub(crate) fn given(&self) -> Vec<String> {
+                let mut names = Vec::new();
+                $(if self.$option.is_some() { names.push(stringify!($option).replace('_', "-")); })*
+                $(if !self.$list.is_empty() { names.push(stringify!($list).replace('_', "-")); })*
+                names
+            }
+        }
+    };
+}
+
+for_all!(
+    model dropout eval_every tokenizer seq_len micro_batch global_batch steps epochs lr min_lr warmup schedule weight_decay
+    beta1 beta2 eps clip dtype loss_scale zero offload offload_via offload_fraction recompute device threads seed out
+    save_every keep resume metrics hang_timeout;
+    data eval_data
+);
+
+impl TrainArgs {
+    /// Each option from `self` where it is given there, else from `file`.
+    #[must_use]
+    pub(crate) fn or(self, mut file: Self) -> Self {
+        // Two ways to say one thing: a flag also wins over the other way in the file.
+        if self.steps.is_some() || self.epochs.is_some() {
+            (file.steps, file.epochs) = (None, None);
+        }
+        Self::merge(self, file)
+    }
+}
+
+fn dtype() -> impl TypedValueParser<Value = DType> {
+    PossibleValuesParser::new(["fp32", "bf16", "fp16"]).map(|s| match s.as_str() {
+        "fp32" => DType::F32,
+        "bf16" => DType::Bf16,
+        _ => DType::F16,
+    })
+}
+
+fn zero() -> impl TypedValueParser<Value = u8> {
+    PossibleValuesParser::new(["0", "1", "2", "3"]).map(|s| s.as_bytes()[0] - b'0')
+}
+
+fn offload_via() -> impl TypedValueParser<Value = OffloadVia> {
+    PossibleValuesParser::new(["host", "stream"]).map(|s| match s.as_str() {
+        "host" => OffloadVia::Host,
+        _ => OffloadVia::Stream,
+    })
+}
+
+fn recompute() -> impl TypedValueParser<Value = Recompute> {
+    PossibleValuesParser::new(["none", "full"]).map(|s| match s.as_str() {
+        "none" => Recompute::None,
+        _ => Recompute::Full,
+    })
+}
+
+/// The name of a value as the command line spells it.
+pub(crate) fn spelled<T: ValueEnum>(value: T) -> String {
+    value.to_possible_value().map_or_else(String::new, |v| v.get_name().to_owned())
+}
+
+/// What clap says of a mistake, on one line: its message, the possible values or nearest names, no usage.
+#[must_use]
+pub fn one_line(error: &clap::Error) -> String {
+    let text = error.render().to_string();
+    let lines = text.lines().map(str::trim).filter(|l| !l.is_empty());
+    let said: Vec<&str> =
+        lines.take_while(|l| !l.starts_with("Usage:") && !l.starts_with("For more information")).collect();
+    let said = said.join(" ");
+    said.strip_prefix("error: ").unwrap_or(&said).replace(" tip: ", "; ")
+}

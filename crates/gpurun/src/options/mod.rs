@@ -1,0 +1,171 @@
+//! Options of a training run: command line, configuration file, and what they mean together.
+//!
+//! [`TrainArgs`] is what a user wrote, on the command line or, with the same names, in a TOML file; each option may be
+//! absent. [`TrainArgs::resolve`] merges the two (flags win), fills in defaults and checks everything that can be checked
+//! before data and model are opened. The result, [`TrainOptions`], is plain data that can be stored with a checkpoint.
+//!
+//! ```toml
+//! # run.toml: used by `gpurun train --config run.toml`. Paths are relative to the working folder, as on the command line.
+//! data = ["corpus/", "more.jsonl"]
+//! seq-len = 256
+//! lr = 1e-3
+//!
+//! [model]              # or: model = "gpt2-124m"
+//! preset = "tiny"      # what the table does not give comes from here
+//! layers = 6
+//! ```
+
+mod args;
+mod config;
+mod error;
+mod model;
+mod rate;
+mod resolve;
+#[cfg(test)]
+mod tests;
+
+use std::path::PathBuf;
+
+use gpurun_plan::{OffloadVia, Recompute};
+use gpurun_types::DType;
+use serde::{Deserialize, Serialize};
+
+pub use args::{TrainArgs, one_line};
+pub use error::OptionsError;
+pub use model::{ModelChoice, ModelOptions};
+pub use rate::{LearningRate, Schedule};
+
+/// Where training stops.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Length {
+    /// After so many optimizer steps.
+    Steps(u64),
+    /// After so many passes over the data, rounded up to whole steps.
+    Epochs(f64),
+}
+
+/// How text becomes token ids.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Tokenizer {
+    /// One token a byte.
+    Bytes,
+    /// A `tokenizer.json` of Hugging Face.
+    File(PathBuf),
+}
+
+/// State that is kept in host memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Offload {
+    /// None.
+    None,
+    /// Master weights and Adam's moments.
+    Optimizer,
+}
+
+/// Where the model runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Device {
+    /// The best that the machine has.
+    Auto,
+    /// The processor.
+    Cpu,
+}
+
+/// Which checkpoint a run starts from.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Resume {
+    /// The newest good one in the output folder; from the beginning when there is none.
+    Auto,
+    /// This one.
+    From(PathBuf),
+}
+
+/// Options of a training run, complete and checked.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct TrainOptions {
+    /// Model.
+    pub model: ModelOptions,
+    /// Files and folders of training data; none means the corpus that comes with the program.
+    pub data: Vec<PathBuf>,
+    /// Files and folders of held-out data; none means a part of the training data.
+    pub eval_data: Vec<PathBuf>,
+    /// Steps between evaluations; `None` means never.
+    pub eval_every: Option<u64>,
+    /// Text to tokens.
+    pub tokenizer: Tokenizer,
+    /// Tokens per sequence.
+    pub seq_len: usize,
+    /// Sequences per micro-batch of a rank; `None` means chosen by [`TrainOptions::micro_batches`].
+    pub micro_batch: Option<usize>,
+    /// Sequences per step over all ranks.
+    pub global_batch: usize,
+    /// Where training stops.
+    pub length: Length,
+    /// Highest learning rate.
+    pub lr: f64,
+    /// Learning rate at the end of the schedule.
+    pub min_lr: f64,
+    /// Steps of linear warm-up; `None` means chosen by [`TrainOptions::learning_rate`].
+    pub warmup: Option<u64>,
+    /// Course of the learning rate after the warm-up.
+    pub schedule: Schedule,
+    /// Decoupled weight decay of matrices and tables.
+    pub weight_decay: f64,
+    /// Adam's decay of the first moment.
+    pub beta1: f64,
+    /// Adam's decay of the second moment.
+    pub beta2: f64,
+    /// Added to the root of Adam's second moment.
+    pub eps: f64,
+    /// Largest global norm of the gradient; `None` means no limit.
+    pub clip: Option<f64>,
+    /// Type of weights and activations.
+    pub dtype: DType,
+    /// Starting loss scale; fp16 only.
+    pub loss_scale: Option<f64>,
+    /// ZeRO stage, 0 to 3.
+    pub zero: u8,
+    /// State in host memory.
+    pub offload: Offload,
+    /// Who runs a host-side Adam.
+    pub offload_via: OffloadVia,
+    /// Share of the units whose optimizer state is in host memory.
+    pub offload_fraction: f64,
+    /// What is computed again in the backward.
+    pub recompute: Recompute,
+    /// Where the model runs.
+    pub device: Device,
+    /// Threads per rank; `None` means the processors divided among the ranks of the machine.
+    pub threads: Option<usize>,
+    /// Seed of weights and data order.
+    pub seed: u64,
+    /// Folder of checkpoints.
+    pub out: Option<PathBuf>,
+    /// Steps between checkpoints. The last step is saved in any case.
+    pub save_every: u64,
+    /// Checkpoints that are kept.
+    pub keep: usize,
+    /// Where to start from; `None` means from the beginning.
+    pub resume: Option<Resume>,
+    /// File of metrics, one JSON object a line.
+    pub metrics: Option<PathBuf>,
+    /// Seconds after which a rank that makes no progress counts as hung.
+    pub hang_timeout: f64,
+    /// Where each value was written, for errors that are found later.
+    #[serde(skip)]
+    pub(crate) origins: error::Origins,
+}
+
+/// A rank's part of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MicroBatches {
+    /// Sequences of one micro-batch.
+    pub sequences: usize,
+    /// Micro-batches of a step.
+    pub count: u32,
+}

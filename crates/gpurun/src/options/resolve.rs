@@ -1,0 +1,295 @@
+//! From what was written to what is meant: files and flags merged, defaults filled in, everything checked.
+
+use std::path::PathBuf;
+
+use gpurun_model::Dropout;
+use gpurun_plan::{OffloadVia, Recompute};
+use gpurun_types::DType;
+
+use super::args::{TrainArgs, spelled};
+use super::config::{self, FileOptions};
+use super::error::{OptionsError, Origins};
+use super::model::{ModelChoice, ModelOptions};
+use super::{Device, Length, MicroBatches, Offload, Resume, Schedule, Tokenizer, TrainOptions};
+
+/// Most sequences that a micro-batch gets when it is not given.
+const MICRO_BATCH: usize = 8;
+
+/// Divides among 1, 2, 3, 4, 6, 8, 12 and 24 ranks.
+const GLOBAL_BATCH: usize = 24;
+
+const STEPS: u64 = 300;
+const LR: f64 = 3e-3;
+const LOSS_SCALE: f64 = 65536.0;
+
+/// 20 steps, or a tenth of a short run.
+pub(crate) fn default_warmup(steps: u64) -> u64 {
+    20.min(steps / 10)
+}
+
+impl TrainArgs {
+    /// Merges the options with those of the configuration file, fills in defaults and checks them.
+    ///
+    /// # Errors
+    /// The first mistake: where it is, what is wrong, how to mend it.
+    pub fn resolve(self) -> Result<TrainOptions, OptionsError> {
+        let file = self.config.as_deref().map(config::read).transpose()?.unwrap_or_default();
+        self.resolve_with(file)
+    }
+
+    pub(crate) fn resolve_with(self, file: FileOptions) -> Result<TrainOptions, OptionsError> {
+        let FileOptions { args: in_file, model: table, origins } = file;
+        // A name is that of the flag where the flag is given.
+        let given = self.given();
+        let origins = Origins(origins.0.into_iter().filter(|(name, _)| !given.contains(name)).collect());
+        let args = self.or(in_file);
+        let check = Check { origins: &origins };
+        let dropout = if args.dropout.is_some() { Dropout::Ignore } else { Dropout::Refuse };
+        let model = ModelOptions::new(args.model.as_deref(), table, dropout, &origins)?;
+        check.folder("dropout", args.dropout.is_some(), &model)?;
+        check.numbers(&args)?;
+        check.combinations(&args)?;
+        check.paths(&args)?;
+        let lr = args.lr.unwrap_or(LR);
+        let dtype = args.dtype.unwrap_or(DType::F32);
+        let tokenizer = tokenizer(args.tokenizer.as_deref(), &model);
+        let options = TrainOptions {
+            tokenizer,
+            model,
+            data: args.data,
+            eval_data: args.eval_data,
+            eval_every: Some(args.eval_every.unwrap_or(100)).filter(|n| *n > 0),
+            seq_len: args.seq_len.unwrap_or(128),
+            micro_batch: args.micro_batch,
+            global_batch: args.global_batch.unwrap_or(GLOBAL_BATCH),
+            length: args.epochs.map_or(Length::Steps(args.steps.unwrap_or(STEPS)), Length::Epochs),
+            lr,
+            min_lr: args.min_lr.unwrap_or(lr / 10.0),
+            warmup: args.warmup,
+            schedule: args.schedule.unwrap_or(Schedule::Cosine),
+            weight_decay: args.weight_decay.unwrap_or(0.1),
+            beta1: args.beta1.unwrap_or(0.9),
+            beta2: args.beta2.unwrap_or(0.95),
+            eps: args.eps.unwrap_or(1e-8),
+            clip: Some(args.clip.unwrap_or(1.0)).filter(|x| *x > 0.0),
+            dtype,
+            loss_scale: (dtype == DType::F16).then(|| args.loss_scale.unwrap_or(LOSS_SCALE)),
+            zero: args.zero.unwrap_or(0),
+            offload: args.offload.unwrap_or(Offload::None),
+            offload_via: args.offload_via.unwrap_or(OffloadVia::Host),
+            offload_fraction: args.offload_fraction.unwrap_or(1.0),
+            recompute: args.recompute.unwrap_or(Recompute::None),
+            device: args.device.unwrap_or(Device::Auto),
+            threads: args.threads,
+            seed: args.seed.unwrap_or(0),
+            out: args.out,
+            save_every: args.save_every.unwrap_or(500),
+            keep: args.keep.unwrap_or(2),
+            resume: args.resume.map(|r| if r == "auto" { Resume::Auto } else { Resume::From(r.into()) }),
+            metrics: args.metrics,
+            hang_timeout: args.hang_timeout.unwrap_or(60.0),
+            origins,
+        };
+        if let Length::Steps(steps) = options.length {
+            options.learning_rate(steps)?;
+        }
+        Ok(options)
+    }
+}
+
+fn tokenizer(given: Option<&str>, model: &ModelOptions) -> Tokenizer {
+    match given {
+        Some("bytes") => Tokenizer::Bytes,
+        Some(file) => Tokenizer::File(file.into()),
+        None => model.tokenizer_file().map_or(Tokenizer::Bytes, Tokenizer::File),
+    }
+}
+
+struct Check<'a> {
+    origins: &'a Origins,
+}
+
+impl Check<'_> {
+    fn folder(&self, name: &str, given: bool, model: &ModelOptions) -> Result<(), OptionsError> {
+        if given && !matches!(model.choice, ModelChoice::Folder(_)) {
+            let what = "has no effect: models that start from a seed have no dropout";
+            return Err(self.origins.invalid(name, what, "leave it out, or add --model HF_DIR"));
+        }
+        Ok(())
+    }
+
+    fn numbers(&self, a: &TrainArgs) -> Result<(), OptionsError> {
+        self.positive("lr", a.lr, "such as 3e-3")?;
+        self.positive("eps", a.eps, "such as 1e-8")?;
+        self.positive("epochs", a.epochs, "such as 1")?;
+        self.positive("loss-scale", a.loss_scale, "such as 65536")?;
+        self.positive("hang-timeout", a.hang_timeout, "of seconds, such as 60")?;
+        self.not_negative("min-lr", a.min_lr)?;
+        self.not_negative("weight-decay", a.weight_decay)?;
+        self.not_negative("clip", a.clip)?;
+        self.within("beta1", a.beta1, |x| (0.0..1.0).contains(&x), "from 0 up to but not 1, such as 0.9")?;
+        self.within("beta2", a.beta2, |x| (0.0..1.0).contains(&x), "from 0 up to but not 1, such as 0.95")?;
+        self.within("offload-fraction", a.offload_fraction, |x| (0.0..=1.0).contains(&x), "from 0 to 1")?;
+        self.at_least_one("seq-len", a.seq_len, "such as 128")?;
+        self.at_least_one("micro-batch", a.micro_batch, "such as 4")?;
+        self.at_least_one("global-batch", a.global_batch, "such as 24")?;
+        self.at_least_one("threads", a.threads, "or leave it out")?;
+        self.at_least_one("keep", a.keep, "or leave it out to keep 2")?;
+        self.at_least_one("steps", a.steps, "such as 300")?;
+        self.at_least_one("save-every", a.save_every, "or leave it out to save every 500 steps")?;
+        let (lr, min_lr) = (a.lr.unwrap_or(LR), a.min_lr.unwrap_or(0.0));
+        if min_lr > lr {
+            let what = format!("{min_lr} is above the highest learning rate, {lr}");
+            return Err(self.origins.invalid("min-lr", what, "give at most that, or a higher --lr"));
+        }
+        Ok(())
+    }
+
+    /// Options that exclude each other, or that would have no effect.
+    fn combinations(&self, a: &TrainArgs) -> Result<(), OptionsError> {
+        let needs = |name: &str, given: bool, what: &str, met: bool, mend: &str| {
+            if given && !met { Err(self.origins.invalid(name, what, mend)) } else { Ok(()) }
+        };
+        let no_out = "has no effect without a folder for checkpoints";
+        let no_offload = "has no effect while nothing is offloaded";
+        let offload = a.offload == Some(Offload::Optimizer);
+        let fp16 = a.dtype == Some(DType::F16);
+        needs("epochs", a.epochs.is_some(), "excludes --steps", a.steps.is_none(), "give one of the two")?;
+        needs("save-every", a.save_every.is_some(), no_out, a.out.is_some(), "add --out DIR")?;
+        needs("keep", a.keep.is_some(), no_out, a.out.is_some(), "add --out DIR")?;
+        let auto = a.resume.as_deref() == Some("auto");
+        needs(
+            "resume",
+            auto,
+            "auto looks in the folder of --out, which is not given",
+            a.out.is_some(),
+            "add --out DIR",
+        )?;
+        needs(
+            "loss-scale",
+            a.loss_scale.is_some(),
+            "has no effect but in fp16",
+            fp16,
+            "add --dtype fp16, or leave it out",
+        )?;
+        let mend = "add --offload optimizer, or leave it out";
+        needs("offload-via", a.offload_via.is_some(), no_offload, offload, mend)?;
+        needs("offload-fraction", a.offload_fraction.is_some(), no_offload, offload, mend)?;
+        let evaluated = a.eval_every != Some(0);
+        needs(
+            "eval-data",
+            !a.eval_data.is_empty(),
+            "is not used with --eval-every 0",
+            evaluated,
+            "leave out one of the two",
+        )?;
+        let schedule = a.schedule.unwrap_or(Schedule::Cosine);
+        let what = format!("has no effect with --schedule {}", spelled(schedule));
+        let decays = schedule != Schedule::Constant;
+        needs("min-lr", a.min_lr.is_some(), &what, decays, "leave it out, or choose another schedule")
+    }
+
+    fn paths(&self, a: &TrainArgs) -> Result<(), OptionsError> {
+        let exists = |name: &str, path: &PathBuf| {
+            if path.exists() {
+                return Ok(());
+            }
+            let mend = "check the path; it is relative to the working folder";
+            Err(self.origins.invalid(name, format!("{} does not exist", path.display()), mend))
+        };
+        a.data.iter().try_for_each(|path| exists("data", path))?;
+        a.eval_data.iter().try_for_each(|path| exists("eval-data", path))?;
+        if let Some(file) = a.tokenizer.as_deref().filter(|t| *t != "bytes")
+            && !std::path::Path::new(file).is_file()
+        {
+            let what = format!("there is no file {file}");
+            return Err(self.origins.invalid("tokenizer", what, "give `bytes` or the path of a tokenizer.json"));
+        }
+        if let Some(dir) = a.resume.as_deref().filter(|r| *r != "auto")
+            && !std::path::Path::new(dir).is_dir()
+        {
+            let what = format!("there is no folder {dir}");
+            return Err(self.origins.invalid("resume", what, "give `auto` or the folder of a checkpoint (step-...)"));
+        }
+        Ok(())
+    }
+
+    fn within(
+        &self,
+        name: &str,
+        value: Option<f64>,
+        good: impl Fn(f64) -> bool,
+        range: &str,
+    ) -> Result<(), OptionsError> {
+        match value {
+            Some(x) if !good(x) => {
+                Err(self.origins.invalid(name, format!("{x} is out of range"), format!("give a number {range}")))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn positive(&self, name: &str, value: Option<f64>, example: &str) -> Result<(), OptionsError> {
+        match value {
+            Some(x) if !(x.is_finite() && x > 0.0) => Err(self.origins.invalid(
+                name,
+                format!("{x} is no positive number"),
+                format!("give a number above 0 {example}"),
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    fn not_negative(&self, name: &str, value: Option<f64>) -> Result<(), OptionsError> {
+        self.within(name, value, |x| x.is_finite() && x >= 0.0, "of 0 or above")
+    }
+
+    fn at_least_one<T: TryInto<u64>>(&self, name: &str, value: Option<T>, example: &str) -> Result<(), OptionsError> {
+        match value.map(TryInto::try_into) {
+            Some(Ok(0)) => Err(self.origins.invalid(name, "0 is too few", format!("give at least 1, {example}"))),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl TrainOptions {
+    /// How a step is cut among `world` ranks that each train on their own sequences.
+    ///
+    /// # Errors
+    /// When the global batch does not divide; names the nearest ones that do.
+    pub fn micro_batches(&self, world: u32) -> Result<MicroBatches, OptionsError> {
+        let (batch, ranks) = (self.global_batch, world.max(1) as usize);
+        let unit = ranks * self.micro_batch.unwrap_or(1);
+        if !batch.is_multiple_of(unit) {
+            let of = self.micro_batch.map_or_else(String::new, |m| format!(" with micro-batches of {m}"));
+            let plural = if ranks == 1 { "rank" } else { "ranks" };
+            let what = format!("{batch} sequences cannot be shared equally by {ranks} {plural}{of}");
+            let (below, above) = (batch / unit * unit, batch.next_multiple_of(unit));
+            let mend = if below == 0 { format!("use {above}") } else { format!("use {below} or {above}") };
+            return Err(self.origins.invalid("global-batch", what, mend));
+        }
+        let share = batch / ranks;
+        let sequences = self.micro_batch.unwrap_or_else(|| largest_divisor(share, MICRO_BATCH));
+        Ok(MicroBatches { sequences, count: (share / sequences) as u32 })
+    }
+
+    /// Checks the sequence length against the longest that the model takes, if it is bounded.
+    ///
+    /// # Errors
+    /// When sequences are longer than that.
+    pub fn check_context(&self, longest: Option<usize>) -> Result<(), OptionsError> {
+        match longest {
+            Some(longest) if self.seq_len > longest => {
+                let what = format!("{} tokens are more than the {longest} that the model takes", self.seq_len);
+                let mend = format!("give at most {longest}, or a model with a longer context");
+                Err(self.origins.invalid("seq-len", what, mend))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// The largest divisor of `n` up to `limit`.
+fn largest_divisor(n: usize, limit: usize) -> usize {
+    (1..=limit.min(n)).rev().find(|d| n.is_multiple_of(*d)).unwrap_or(1)
+}
