@@ -1,17 +1,24 @@
 //! Folders of weights in the layout that Hugging Face's libraries use: `config.json` with `model.safetensors`, or several
 //! files with `model.safetensors.index.json`.
+//!
+//! Two views of such a folder: its tensors as they are stored ([`HfWeights::read`]), and the parameters of a model of this
+//! project ([`HfWeights::read_param`]). They differ in two ways. Weights that were saved without the head lack the first
+//! part of each name (`transformer.`, `model.`). And GPT-2's linear layers are stored `[in, out]` there, `[out, in]` here.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
+use std::sync::{Mutex, PoisonError};
+
 use gpurun_types::{Bytes, DType};
 use serde::Deserialize;
 use serde_json::Value;
 
 use crate::error::Error;
-use crate::open::nearest;
+use crate::manifest::{Section, TensorShape};
+use crate::open::{Checkpoint, nearest};
 use crate::save::{sync_folder, write_durable};
 use crate::tensors::{Entry, Fill, Outgoing, StreamError, encode_header, open_file, read_header, read_values, stream};
 
@@ -23,12 +30,27 @@ const PARTIAL: &str = ".model.safetensors.partial";
 /// Bytes of small writes that are gathered into one.
 const BUFFER: usize = 1 << 20;
 
+/// Prefixes that weights saved without the head lack.
+const PREFIXES: [&str; 2] = ["transformer.", "model."];
+
+/// GPT-2's linear layers, which are stored `[in, out]`.
+const TRANSPOSED: [&str; 3] = [".c_attn.weight", ".c_proj.weight", ".c_fc.weight"];
+
+/// Tensors that are no weights: masks and tables that follow from the sizes, and the head that is tied to the token table.
+const NO_WEIGHTS: [&str; 4] = [".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", "lm_head.weight"];
+
+fn is_transposed(name: &str) -> bool {
+    TRANSPOSED.iter().any(|end| name.ends_with(end))
+}
+
 /// The weights of a folder, read with positioned reads and converted to f32.
 #[derive(Debug)]
 pub struct HfWeights {
     dir: PathBuf,
     files: Vec<(PathBuf, File)>,
     tensors: BTreeMap<String, (usize, Entry)>,
+    /// The last transposed parameter and its values in our order: ranges of one parameter are asked for one after another.
+    transposed: Mutex<Option<(String, Vec<f32>)>>,
 }
 
 impl HfWeights {
@@ -39,7 +61,8 @@ impl HfWeights {
     pub fn open(dir: impl AsRef<Path>) -> Result<Self, Error> {
         let dir = dir.as_ref();
         let index = dir.join(INDEX);
-        let mut weights = Self { dir: dir.to_owned(), files: Vec::new(), tensors: BTreeMap::new() };
+        let mut weights =
+            Self { dir: dir.to_owned(), files: Vec::new(), tensors: BTreeMap::new(), transposed: Mutex::default() };
         if index.is_file() {
             weights.add_indexed(&index)?;
         } else if dir.join(SINGLE).is_file() {
@@ -109,11 +132,7 @@ impl HfWeights {
     /// # Errors
     /// No such tensor or range, or a file that can no longer be read.
     pub fn read(&self, name: &str, start: u64, out: &mut [f32]) -> Result<(), Error> {
-        let (file, entry) = self.tensors.get(name).ok_or_else(|| Error::NoTensor {
-            path: self.dir.clone(),
-            name: name.to_owned(),
-            nearest: nearest(name, self.tensors.keys()),
-        })?;
+        let (file, entry) = self.tensors.get(name).ok_or_else(|| self.no_tensor(name))?;
         let size = entry.dtype.size() as u64;
         let (elements, end) = (entry.bytes / size, start.saturating_add(out.len() as u64));
         if end > elements {
@@ -122,6 +141,95 @@ impl HfWeights {
         let (path, file) = &self.files[*file];
         read_values(file, path, entry.offset + start * size, entry.dtype, out)
     }
+
+    /// The name under which the parameter `name` of a model is stored.
+    fn stored<'a>(&self, name: &'a str) -> Option<&'a str> {
+        let short = PREFIXES.iter().filter_map(|prefix| name.strip_prefix(prefix));
+        std::iter::once(name).chain(short).find(|name| self.tensors.contains_key(*name))
+    }
+
+    /// Shape of parameter `name` of a model, if it is there.
+    #[must_use]
+    pub fn param_shape(&self, name: &str) -> Option<Vec<usize>> {
+        let mut shape = self.shape(self.stored(name)?)?.to_vec();
+        if is_transposed(name) {
+            shape.reverse();
+        }
+        Some(shape)
+    }
+
+    /// Checks that the weights are those of a model with exactly these parameters.
+    ///
+    /// # Errors
+    /// A parameter that is missing or has another shape, or weights that the model has no place for.
+    pub fn check_params(&self, params: &[TensorShape]) -> Result<(), Error> {
+        let wrong = |what| Err(Error::NotWeights { path: self.dir.clone(), what });
+        let mut used = std::collections::HashSet::new();
+        for TensorShape { name, shape } in params {
+            match self.param_shape(name) {
+                None => return Err(self.no_tensor(name)),
+                Some(found) if found != *shape => {
+                    return wrong(format!("{name} has shape {found:?}, the model needs {shape:?}"));
+                }
+                Some(_) => used.extend(self.stored(name)),
+            }
+        }
+        let unused = self
+            .tensors
+            .keys()
+            .find(|name| !used.contains(name.as_str()) && !NO_WEIGHTS.iter().any(|end| name.ends_with(end)));
+        match unused {
+            Some(name) => wrong(format!("holds {name}, for which the model of its {CONFIG} has no place")),
+            None => Ok(()),
+        }
+    }
+
+    /// Reads elements `start..start + out.len()` of parameter `name` of a model.
+    ///
+    /// # Errors
+    /// As [`HfWeights::read`].
+    pub fn read_param(&self, name: &str, start: u64, out: &mut [f32]) -> Result<(), Error> {
+        let stored = self.stored(name).ok_or_else(|| self.no_tensor(name))?;
+        let (rows, columns) = match self.shape(stored) {
+            Some([rows, columns]) if is_transposed(name) => (*rows, *columns),
+            _ => return self.read(stored, start, out),
+        };
+        let (elements, end) = ((rows * columns) as u64, start.saturating_add(out.len() as u64));
+        if end > elements {
+            return Err(Error::OutOfRange { path: self.dir.clone(), name: name.to_owned(), start, end, elements });
+        }
+        let mut cache = self.transposed.lock().unwrap_or_else(PoisonError::into_inner);
+        if cache.as_ref().is_none_or(|(cached, _)| cached != stored) {
+            let mut values = vec![0.0; rows * columns];
+            self.read(stored, 0, &mut values)?;
+            *cache = Some((stored.to_owned(), transpose(&values, rows, columns)));
+        }
+        if let Some((_, values)) = cache.as_ref() {
+            out.copy_from_slice(&values[start as usize..end as usize]);
+        }
+        Ok(())
+    }
+
+    fn no_tensor(&self, name: &str) -> Error {
+        Error::NoTensor { path: self.dir.clone(), name: name.to_owned(), nearest: nearest(name, self.tensors.keys()) }
+    }
+}
+
+/// The transpose of a row-major matrix.
+fn transpose(values: &[f32], rows: usize, columns: usize) -> Vec<f32> {
+    /// Side of a tile: two of them fit the first-level cache.
+    const TILE: usize = 32;
+    let mut out = vec![0.0; values.len()];
+    for top in (0..rows).step_by(TILE) {
+        for left in (0..columns).step_by(TILE) {
+            for row in top..rows.min(top + TILE) {
+                for column in left..columns.min(left + TILE) {
+                    out[column * rows + row] = values[row * columns + column];
+                }
+            }
+        }
+    }
+    out
 }
 
 fn not_weights(dir: &Path) -> Error {
@@ -201,6 +309,43 @@ pub fn export<'a>(
     fs::rename(&partial, &path).map_err(Error::io("rename to", &path))?;
     sync_folder(dir)?;
     Ok(total)
+}
+
+/// Exports the weights of a checkpoint, as [`export`] does.
+///
+/// # Errors
+/// As [`export`], and a checkpoint that cannot be read.
+pub fn export_checkpoint(
+    checkpoint: &Checkpoint,
+    dir: impl AsRef<Path>,
+    config: &Value,
+    dtype: DType,
+) -> Result<Bytes, Error> {
+    let tensors = checkpoint.meta().tensors.iter().map(|TensorShape { name, shape }| {
+        let plain = move |start: u64, out: &mut [f32]| Ok(checkpoint.read(name, Section::Weight, start, out)?);
+        let (mut shape, mut fill): (_, Fill<'_>) = (shape.clone(), Box::new(plain));
+        if let [rows, columns] = shape[..]
+            && is_transposed(name)
+        {
+            shape.reverse();
+            let mut values = Vec::new();
+            fill = Box::new(move |start, out| {
+                if values.is_empty() {
+                    let mut ours = vec![0.0; rows * columns];
+                    checkpoint.read(name, Section::Weight, 0, &mut ours)?;
+                    values = transpose(&ours, rows, columns);
+                }
+                let (start, end) = (start as usize, start as usize + out.len());
+                out.copy_from_slice(&values[start..end]);
+                if end == values.len() {
+                    values = Vec::new();
+                }
+                Ok(())
+            });
+        }
+        ExportTensor { name: name.clone(), shape, fill }
+    });
+    export(dir, config, dtype, tensors)
 }
 
 fn write_weights(path: &Path, header: &[u8], outgoing: &mut [Outgoing<'_>]) -> Result<(), Error> {

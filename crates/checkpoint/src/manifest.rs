@@ -118,7 +118,7 @@ impl TensorShape {
     /// Number of elements.
     #[must_use]
     pub fn elements(&self) -> u64 {
-        self.shape.iter().map(|&d| d as u64).product()
+        self.shape.iter().fold(1, |n: u64, &d| n.saturating_mul(d as u64))
     }
 }
 

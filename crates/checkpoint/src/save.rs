@@ -220,7 +220,7 @@ impl Save {
 
     /// Makes the parts of ranks `0..world` a checkpoint and returns its folder: checks that they make a whole, writes the
     /// manifest, makes all durable, renames, makes the rename durable. Then prunes: of the checkpoints up to this step,
-    /// the newest `keep` stay (this one always does); with `None`, all.
+    /// the newest `keep` good ones stay (this one always does), and none that is older; with `None`, all stay.
     ///
     /// A checkpoint of the same step that is there already is replaced in one atomic exchange.
     ///
@@ -335,24 +335,34 @@ impl Save {
     /// so a folder that cannot be removed is a warning.
     fn prune(&self, keep: Option<usize>) {
         if let Some(keep) = keep {
-            let found = list(&self.out).unwrap_or_else(|error| {
-                tracing::warn!("older checkpoints are not pruned: {error}");
-                Vec::new()
-            });
-            let up_to_now = found.iter().filter(|(step, _)| *step <= self.step).rev();
-            for (step, folder) in up_to_now.skip(keep.max(1)) {
-                // Renamed first, so that a removal cut short leaves no half of a checkpoint.
-                let aside = hidden(&self.out, *step, REMOVED);
-                match fs::rename(folder, &aside) {
-                    Ok(()) => remove_folder(&aside),
-                    Err(error) => tracing::warn!("cannot remove {}: {error}", folder.display()),
-                }
-            }
+            self.remove_beyond(keep.max(1));
         }
         let Ok(entries) = fs::read_dir(&self.out) else { return };
         for entry in entries.flatten() {
             if entry.file_name().to_str().and_then(leftover_step).is_some_and(|step| step < self.step) {
                 remove_folder(&entry.path());
+            }
+        }
+    }
+
+    /// Removes checkpoints up to this step that are older than the newest `keep` good ones.
+    fn remove_beyond(&self, keep: usize) {
+        let found = list(&self.out).unwrap_or_else(|error| {
+            tracing::warn!("older checkpoints are not pruned: {error}");
+            Vec::new()
+        });
+        let mut good = 0;
+        for (step, folder) in found.iter().filter(|(step, _)| *step <= self.step).rev() {
+            if good < keep {
+                // A damaged one does not count: it would take the place of one that can be used.
+                good += usize::from(*step == self.step || Checkpoint::open(folder).is_ok());
+                continue;
+            }
+            // Renamed first, so that a removal cut short leaves no half of a checkpoint.
+            let aside = hidden(&self.out, *step, REMOVED);
+            match fs::rename(folder, &aside) {
+                Ok(()) => remove_folder(&aside),
+                Err(error) => tracing::warn!("cannot remove {}: {error}", folder.display()),
             }
         }
     }

@@ -1,12 +1,13 @@
 //! Folders of weights as Hugging Face's libraries lay them out.
 #![allow(clippy::unwrap_used)] // A failure of a test's own steps is a failed test.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-use gpurun_checkpoint::hf::{ExportTensor, HfWeights, export, read_config};
-use gpurun_checkpoint::{Damage, Error};
-use gpurun_types::DType;
+use gpurun_checkpoint::hf::{ExportTensor, HfWeights, export, export_checkpoint, read_config};
+use gpurun_checkpoint::{Checkpoint, Damage, Error, Meta, PieceSource, Save, Section, TensorShape};
+use gpurun_types::{DType, Rank};
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::json;
 
@@ -169,4 +170,102 @@ fn an_export_that_fails_leaves_the_weights_that_were_there() {
     assert_eq!(error.to_string(), "cannot get the data of a to save it: the device is gone");
     assert_eq!(fs::read(dir.path().join("model.safetensors")).unwrap(), before);
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2, "no partial file is left");
+}
+
+/// A GPT-2 of width 2 as it is on the hub: names without a prefix, linear layers `[in, out]`, a mask.
+fn gpt2_folder(dir: &Path) {
+    let floats = |values: &[f32]| values.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>();
+    let six: Vec<f32> = (0..12).map(|i| i as f32).collect();
+    foreign_file(
+        &dir.join("model.safetensors"),
+        &[
+            ("wte.weight", Dtype::F32, &[3, 2], &floats(&six[..6])),
+            ("h.0.attn.c_attn.weight", Dtype::F32, &[2, 6], &floats(&six)),
+            ("h.0.attn.c_proj.weight", Dtype::F32, &[2, 2], &floats(&six[..4])),
+            ("h.0.attn.c_proj.bias", Dtype::F32, &[2], &floats(&six[..2])),
+            ("h.0.attn.bias", Dtype::F32, &[1, 1, 2, 2], &floats(&six[..4])),
+        ],
+    );
+}
+
+fn gpt2_params() -> Vec<TensorShape> {
+    let shape =
+        |name: &str, shape: &[usize]| TensorShape { name: format!("transformer.{name}"), shape: shape.to_vec() };
+    vec![
+        shape("wte.weight", &[3, 2]),
+        shape("h.0.attn.c_attn.weight", &[6, 2]),
+        shape("h.0.attn.c_proj.weight", &[2, 2]),
+        shape("h.0.attn.c_proj.bias", &[2]),
+    ]
+}
+
+#[test]
+fn parameters_of_a_model_are_found_under_the_hubs_names_and_turned() {
+    let _limit = testkit::time_limit(20);
+    let dir = tempfile::tempdir().unwrap();
+    gpt2_folder(dir.path());
+    let weights = HfWeights::open(dir.path()).unwrap();
+    weights.check_params(&gpt2_params()).unwrap();
+    let read = |name: &str, start, n| {
+        let mut out = vec![0.0; n];
+        weights.read_param(&format!("transformer.{name}"), start, &mut out).map(|()| out)
+    };
+    // Stored [2, 6] = [[0..6], [6..12]]; ours is [6, 2].
+    let turned = [0., 6., 1., 7., 2., 8., 3., 9., 4., 10., 5., 11.];
+    assert_eq!(read("h.0.attn.c_attn.weight", 0, 12).unwrap(), turned);
+    assert_eq!(read("h.0.attn.c_attn.weight", 5, 4).unwrap(), turned[5..9]);
+    assert_eq!(read("h.0.attn.c_proj.weight", 0, 4).unwrap(), [0., 2., 1., 3.], "a square one is turned too");
+    assert_eq!(read("h.0.attn.c_attn.weight", 11, 1).unwrap(), [11.]);
+    assert_eq!(read("wte.weight", 0, 6).unwrap(), [0., 1., 2., 3., 4., 5.]);
+    assert_eq!(read("h.0.attn.c_proj.bias", 1, 1).unwrap(), [1.]);
+    assert!(matches!(read("h.0.attn.c_attn.weight", 11, 2), Err(Error::OutOfRange { elements: 12, .. })));
+    assert!(matches!(read("h.1.attn.c_attn.weight", 0, 1), Err(Error::NoTensor { .. })));
+
+    let mut params = gpt2_params();
+    params[1].shape = vec![2, 6];
+    let error = weights.check_params(&params).unwrap_err().to_string();
+    assert!(error.ends_with("c_attn.weight has shape [6, 2], the model needs [2, 6]"), "{error}");
+    params.remove(1);
+    let error = weights.check_params(&params).unwrap_err().to_string();
+    assert!(
+        error.contains("holds h.0.attn.c_attn.weight, for which the model of its config.json has no place"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_checkpoint_is_exported_and_read_back_as_the_same_model() {
+    let _limit = testkit::time_limit(20);
+    let out = tempfile::tempdir().unwrap();
+    let params = gpt2_params();
+    let values: Vec<Vec<f32>> = params
+        .iter()
+        .enumerate()
+        .map(|(t, p)| (0..p.elements()).map(|i| (t * 100) as f32 + i as f32).collect())
+        .collect();
+    let save = Save::begin(out.path(), 1).unwrap();
+    let pieces = params
+        .iter()
+        .zip(&values)
+        .flat_map(|(p, v)| Section::ALL.map(|section| PieceSource::from_slice(&p.name, section, 0, v)));
+    save.write_rank(Rank(0), pieces).unwrap();
+    let meta = Meta {
+        step: 1,
+        tokens: 0,
+        model: json!({}),
+        options: json!({}),
+        scalars: BTreeMap::new(),
+        tensors: params.clone(),
+    };
+    let checkpoint = Checkpoint::open(save.commit(meta, 1, None).unwrap()).unwrap();
+    let dir = out.path().join("export");
+    export_checkpoint(&checkpoint, &dir, &json!({"model_type": "gpt2"}), DType::F32).unwrap();
+    let weights = HfWeights::open(&dir).unwrap();
+    assert_eq!(weights.shape("transformer.h.0.attn.c_attn.weight"), Some(&[2, 6][..]), "as the hub stores it");
+    weights.check_params(&params).unwrap();
+    for (param, expected) in params.iter().zip(values) {
+        let mut found = vec![0.0; expected.len()];
+        weights.read_param(&param.name, 0, &mut found).unwrap();
+        assert_eq!(found, expected, "{}", param.name);
+    }
 }

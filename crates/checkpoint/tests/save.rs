@@ -25,6 +25,21 @@ fn pruning_keeps_the_newest_and_never_the_one_just_saved() {
 }
 
 #[test]
+fn a_damaged_checkpoint_takes_no_place_among_those_that_are_kept() {
+    let _limit = testkit::time_limit(20);
+    let out = tempfile::tempdir().unwrap();
+    for step in 1..=4 {
+        save(out.path(), step, 2, None);
+    }
+    fs::write(out.path().join("step-00000003/rank-1.safetensors"), b"").unwrap();
+    save(out.path(), 5, 1, Some(3));
+    let kept = ["step-00000002", "step-00000003", "step-00000004", "step-00000005"];
+    assert_eq!(names(out.path()), kept);
+    save(out.path(), 6, 1, Some(3));
+    assert_eq!(names(out.path()), ["step-00000004", "step-00000005", "step-00000006"]);
+}
+
+#[test]
 fn pruning_leaves_newer_steps_and_what_it_does_not_know() {
     let _limit = testkit::time_limit(20);
     let out = tempfile::tempdir().unwrap();
