@@ -1,1 +1,2 @@
 //! gpurun
+pub mod worker;

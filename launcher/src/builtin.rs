@@ -1,0 +1,53 @@
+//! The programs inside this executable.
+
+use std::ffi::OsString;
+
+/// Where a built-in program runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// In one worker process a rank.
+    Workers,
+    /// In the launcher's process, without workers.
+    Here,
+}
+
+/// A program inside this executable.
+#[derive(Debug)]
+pub struct Builtin {
+    /// What the user types.
+    pub name: &'static str,
+    /// One line for `--help`.
+    pub about: &'static str,
+    /// Where it runs.
+    pub place: Place,
+    /// Runs it with the arguments behind its name, and gives the exit code.
+    pub run: fn(&[OsString]) -> u8,
+}
+
+/// All of them, in the order of the help.
+pub const BUILTINS: &[Builtin] = &[];
+
+/// The built-in of a name.
+pub fn find(name: &std::ffi::OsStr) -> Option<&'static Builtin> {
+    BUILTINS.iter().find(|builtin| name == builtin.name)
+}
+
+/// The name among `names` that is most like `typed`, if any is like it.
+pub fn nearest<'a>(typed: &str, names: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    let scored = names.into_iter().map(|name| (strsim::jaro_winkler(typed, name), name));
+    scored.filter(|(score, _)| *score > 0.8).max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, name)| name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn typing_errors_find_their_word() {
+        let _limit = testkit::time_limit(10);
+        let names = ["train", "plan", "sample", "tokenize"];
+        assert_eq!(nearest("trian", names), Some("train"));
+        assert_eq!(nearest("tokenise", names), Some("tokenize"));
+        assert_eq!(nearest("bash", names), None);
+    }
+}

@@ -1,0 +1,321 @@
+//! Everything the user sees, from one thread: workers' lines, progress, the launcher's own words, and the logs. A slow
+//! terminal holds up the output, never the supervision.
+
+use std::fs::{File, OpenOptions};
+use std::io::{IsTerminal, Write};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use gpurun_wire::StepReport;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+
+use crate::output::lines;
+
+/// Batches of output that may wait for the terminal.
+const QUEUE: usize = 256;
+/// Least time between two progress lines when there is no terminal.
+const LINE_EVERY: Duration = Duration::from_secs(5);
+/// Steps at the start that each get a line.
+const FIRST_STEPS: u64 = 3;
+
+/// Which of a worker's streams.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stream {
+    /// Standard output.
+    Out,
+    /// Standard error.
+    Err,
+}
+
+enum Show {
+    /// The permit holds back workers that write faster than the terminal reads.
+    Output(u32, Stream, Vec<u8>, OwnedSemaphorePermit),
+    Step(StepReport),
+    Say(Stream, String),
+    Close,
+}
+
+/// A handle to the display. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct Display {
+    queue: mpsc::UnboundedSender<Show>,
+    room: Arc<Semaphore>,
+}
+
+impl std::fmt::Debug for Show {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Show")
+    }
+}
+
+impl Display {
+    /// Opens the logs in `folder` (created if missing) and starts the thread.
+    ///
+    /// # Errors
+    /// When a log cannot be opened.
+    pub fn start(world: u32, folder: &Path, prefix: bool) -> anyhow::Result<(Self, JoinHandle<()>)> {
+        std::fs::create_dir_all(folder)
+            .with_context(|| format!("cannot create the folder of the logs, {}", folder.display()))?;
+        let logs = (0..world).map(|rank| Log::open(log_path(folder, rank))).collect::<anyhow::Result<Vec<_>>>()?;
+        let (queue, shows) = mpsc::unbounded_channel();
+        let terminal = Terminal::new(prefix, logs);
+        let thread = std::thread::Builder::new().name("display".to_owned()).spawn(move || terminal.run(shows));
+        let room = Arc::new(Semaphore::new(QUEUE));
+        Ok((Self { queue, room }, thread.context("cannot start the display thread")?))
+    }
+
+    /// A piece of a worker's output: whole lines, or a part of a very long one. Waits while the terminal is behind.
+    pub async fn output(&self, rank: u32, stream: Stream, piece: Vec<u8>) {
+        let permit = self.room.clone().acquire_owned().await.expect("the semaphore is never closed");
+        self.show(Show::Output(rank, stream, piece, permit));
+    }
+
+    /// Progress. Never waits.
+    pub fn step(&self, report: StepReport) {
+        self.show(Show::Step(report));
+    }
+
+    /// A line of the launcher itself. Never waits.
+    pub fn say(&self, stream: Stream, line: String) {
+        self.show(Show::Say(stream, line));
+    }
+
+    /// Ends the thread after all that was shown before.
+    pub fn close(&self) {
+        self.show(Show::Close);
+    }
+
+    fn show(&self, show: Show) {
+        // The thread ends only by `close`.
+        let _closed = self.queue.send(show);
+    }
+}
+
+/// The log file of a rank.
+pub fn log_path(folder: &Path, rank: u32) -> PathBuf {
+    folder.join(format!("rank-{rank}.log"))
+}
+
+struct Log {
+    path: PathBuf,
+    /// `None` once a write has failed.
+    file: Option<File>,
+}
+
+impl Log {
+    fn open(path: PathBuf) -> anyhow::Result<Self> {
+        let file = OpenOptions::new().create(true).append(true).open(&path);
+        let file = file.with_context(|| format!("cannot open the log {}", path.display()))?;
+        Ok(Self { path, file: Some(file) })
+    }
+}
+
+struct Terminal {
+    prefix: bool,
+    colour: [bool; 2],
+    bar: Option<ProgressBar>,
+    plain: PlainProgress,
+    logs: Vec<Log>,
+}
+
+impl Terminal {
+    fn new(prefix: bool, logs: Vec<Log>) -> Self {
+        let wanted = std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
+        let colour = [std::io::stdout().is_terminal() && wanted, std::io::stderr().is_terminal() && wanted];
+        Self { prefix, colour, bar: None, plain: PlainProgress::default(), logs }
+    }
+
+    fn run(mut self, mut shows: mpsc::UnboundedReceiver<Show>) {
+        while let Some(show) = shows.blocking_recv() {
+            match show {
+                Show::Output(rank, stream, piece, _permit) => self.output(rank, stream, &piece),
+                Show::Step(report) => self.step(&report),
+                Show::Say(stream, line) => self.write(stream, format!("{line}\n").as_bytes()),
+                Show::Close => break,
+            }
+        }
+        if let Some(bar) = self.bar {
+            bar.abandon();
+        }
+    }
+
+    fn output(&mut self, rank: u32, stream: Stream, piece: &[u8]) {
+        let log = &mut self.logs[rank as usize];
+        if let Some(Err(error)) = log.file.as_mut().map(|file| file.write_all(piece)) {
+            log.file = None;
+            let warning = format!("gpurun: warning: no further log of rank {rank}: {}: {error}\n", log.path.display());
+            self.write(Stream::Err, warning.as_bytes());
+        }
+        let prefix = self.prefix_of(rank, stream);
+        let mut text = Vec::with_capacity(piece.len() + 64);
+        for line in lines(piece) {
+            text.extend_from_slice(prefix.as_bytes());
+            text.extend_from_slice(line);
+            text.push(b'\n');
+        }
+        self.write(stream, &text);
+    }
+
+    fn prefix_of(&self, rank: u32, stream: Stream) -> String {
+        if !self.prefix {
+            return String::new();
+        }
+        // Cyan, yellow, green, magenta, blue, and their bright forms: red is left to errors.
+        const COLOURS: [u8; 10] = [36, 33, 32, 35, 34, 96, 93, 92, 95, 94];
+        if self.colour[stream as usize] {
+            format!("\x1b[{}m[rank {rank}]\x1b[0m ", COLOURS[rank as usize % COLOURS.len()])
+        } else {
+            format!("[rank {rank}] ")
+        }
+    }
+
+    /// Writes above the progress bar. A reader that has gone away does not end a training run: the logs have it all.
+    fn write(&self, stream: Stream, text: &[u8]) {
+        let write = || {
+            let _reader_gone = match stream {
+                Stream::Out => std::io::stdout().lock().write_all(text).and_then(|()| std::io::stdout().flush()),
+                Stream::Err => std::io::stderr().lock().write_all(text),
+            };
+        };
+        match &self.bar {
+            Some(bar) => bar.suspend(write),
+            None => write(),
+        }
+    }
+
+    fn step(&mut self, report: &StepReport) {
+        if !std::io::stderr().is_terminal() {
+            if self.plain.wants(report) {
+                self.write(Stream::Out, format!("{}\n", describe(report)).as_bytes());
+            }
+            return;
+        }
+        let bar = self.bar.get_or_insert_with(|| new_bar(report));
+        bar.set_length(report.total_steps);
+        bar.set_position(report.step);
+        bar.set_message(figures(report));
+        if let Some(loss) = report.eval_loss {
+            let line = format!("step {}: held-out loss {loss:.4}", report.step);
+            self.write(Stream::Out, format!("{line}\n").as_bytes());
+        }
+    }
+}
+
+fn new_bar(report: &StepReport) -> ProgressBar {
+    let style = ProgressStyle::with_template("step {pos}/{len} [{bar:30}] {msg}  ETA {eta}")
+        .expect("the template is a constant")
+        .progress_chars("=> ");
+    // A resumed run does not begin at 0, and its rate must not count the steps of an earlier one.
+    let bar = ProgressBar::with_draw_target(Some(report.total_steps), ProgressDrawTarget::stderr());
+    bar.set_style(style);
+    bar.set_position(report.step.saturating_sub(1));
+    bar.reset_eta();
+    bar
+}
+
+/// When there is no terminal: the first steps, the last, each tenth part of the run, and one now and then.
+#[derive(Debug, Default)]
+struct PlainProgress {
+    shown: u64,
+    last: Option<(Instant, u64)>,
+}
+
+impl PlainProgress {
+    fn wants(&mut self, report: &StepReport) -> bool {
+        let tenth = |step: u64| (step * 10).checked_div(report.total_steps);
+        let due = match self.last {
+            None => true,
+            Some((at, step)) => at.elapsed() >= LINE_EVERY || tenth(step) != tenth(report.step),
+        };
+        let wanted = due
+            || self.shown < FIRST_STEPS
+            || report.step == report.total_steps
+            || report.eval_loss.is_some()
+            || report.skipped;
+        if wanted {
+            self.shown += 1;
+            self.last = Some((Instant::now(), report.step));
+        }
+        wanted
+    }
+}
+
+fn describe(report: &StepReport) -> String {
+    format!("step {}/{}  {}", report.step, report.total_steps, figures(report))
+}
+
+fn figures(report: &StepReport) -> String {
+    let mut text = format!("loss {:.4}", report.loss);
+    if let Some(loss) = report.eval_loss {
+        text.push_str(&format!("  held-out {loss:.4}"));
+    }
+    text.push_str(&format!(
+        "  norm {:.3}  lr {:.3e}  {} tokens/s",
+        report.grad_norm,
+        report.lr,
+        thousands(report.tokens_per_second)
+    ));
+    if let Some(mfu) = report.mfu {
+        text.push_str(&format!("  mfu {:.1} %", mfu * 100.0));
+    }
+    if report.skipped {
+        let scale = report.loss_scale.map_or(String::new(), |scale| format!(", loss scale {scale}"));
+        text.push_str(&format!("  skipped: gradients not finite{scale}"));
+    }
+    text
+}
+
+/// A number with its thousands apart: `12 345`.
+fn thousands(value: f64) -> String {
+    let digits = format!("{:.0}", value.max(0.0));
+    let mut text = String::new();
+    for (index, digit) in digits.chars().enumerate() {
+        if index > 0 && (digits.len() - index).is_multiple_of(3) {
+            text.push(' ');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn plain_progress_is_dense_at_first_and_sparse_later() {
+        let _limit = testkit::time_limit(10);
+        let mut plain = PlainProgress::default();
+        let shown: Vec<u64> = (1..=100)
+            .filter(|step| plain.wants(&StepReport { step: *step, total_steps: 100, ..StepReport::default() }))
+            .collect();
+        assert_eq!(shown, [1, 2, 3, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100]);
+    }
+
+    #[test]
+    fn figures_of_a_step() {
+        let _limit = testkit::time_limit(10);
+        let report = StepReport {
+            step: 7,
+            total_steps: 20,
+            loss: 2.5,
+            grad_norm: 1.0,
+            lr: 3e-4,
+            tokens_per_second: 1_234_567.4,
+            skipped: true,
+            loss_scale: Some(1024.0),
+            ..StepReport::default()
+        };
+        let text = describe(&report);
+        assert_eq!(
+            text,
+            "step 7/20  loss 2.5000  norm 1.000  lr 3.000e-4  1 234 567 tokens/s  skipped: gradients not finite, loss scale 1024"
+        );
+        assert_eq!(thousands(999.6), "1 000");
+        assert_eq!(thousands(f64::NAN), "0");
+    }
+}

@@ -1,0 +1,367 @@
+//! The launcher at work: events of processes, workers, signals and time go into [`decide`]; what it says is done.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use gpurun_wire::{Level, Store, ToLauncher, ToWorker, Token};
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::mpsc;
+use tokio::time::MissedTickBehavior;
+
+use crate::cli::Job;
+use crate::display::{Display, Stream};
+use crate::rank::{Group, Guard, Inherited};
+use crate::server::Outgoing;
+use crate::supervise::{Action, Cause, Event, Interrupt, Options, State, Status, Verdict, decide};
+use crate::{environment, rank, report, server};
+
+/// Time between two looks at the clock.
+const TICK: Duration = Duration::from_millis(100);
+/// Ticks between two looks at whether processes are stopped.
+const LOOK_EVERY: u32 = 5;
+/// Events that may wait for supervision.
+const QUEUE: usize = 4096;
+
+/// What comes in from the tasks around the supervisor.
+#[derive(Debug)]
+pub enum Incoming {
+    /// A worker has greeted the store.
+    Attached(u32, Outgoing),
+    /// A worker said something.
+    Message(u32, ToLauncher),
+    /// A worker's connection carries what is no message.
+    Broken(u32, String),
+    /// A worker's connection is closed.
+    Detached(u32),
+    /// A rank's process ended.
+    Exited(u32, Status),
+    /// Nothing of a rank is left.
+    Gone(u32),
+}
+
+/// Runs a job to its end and gives the launcher's exit code.
+pub fn run(job: &Job) -> u8 {
+    match try_run(job) {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("gpurun: {error:#}");
+            2
+        }
+    }
+}
+
+fn try_run(job: &Job) -> anyhow::Result<u8> {
+    // One thread: the parent-death signal of a worker is bound to the thread that started it.
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("cannot start")?;
+    let logs = Logs::new(job.log_dir.as_deref())?;
+    runtime.block_on(async {
+        let (display, thread) = Display::start(job.nproc, logs.path(), job.prefix)?;
+        let outcome = run_attempts(job, &display).await;
+        if let Ok(verdict) = &outcome {
+            for line in report::of(verdict, logs.path()) {
+                display.say(Stream::Err, line);
+            }
+        }
+        display.close();
+        if thread.join().is_err() {
+            eprintln!("gpurun: the display thread panicked; the logs in {} are cut short", logs.path().display());
+        }
+        let verdict = outcome?;
+        logs.keep_if(verdict.exit_code != 0)?;
+        Ok(verdict.exit_code)
+    })
+}
+
+/// The folder of the logs.
+enum Logs {
+    Chosen(PathBuf),
+    Temporary(tempfile::TempDir),
+}
+
+impl Logs {
+    fn new(chosen: Option<&Path>) -> anyhow::Result<Self> {
+        Ok(match chosen {
+            Some(path) => Self::Chosen(path.to_owned()),
+            None => Self::Temporary(
+                tempfile::Builder::new()
+                    .prefix("gpurun-")
+                    .tempdir()
+                    .context("cannot create a temporary folder for the logs; choose one with --log-dir")?,
+            ),
+        })
+    }
+
+    fn path(&self) -> &Path {
+        match self {
+            Self::Chosen(path) => path,
+            Self::Temporary(folder) => folder.path(),
+        }
+    }
+
+    fn keep_if(self, keep: bool) -> anyhow::Result<()> {
+        match self {
+            Self::Temporary(folder) if keep => {
+                let _kept = folder.keep();
+                Ok(())
+            }
+            Self::Temporary(folder) => folder.close().context("cannot remove the temporary folder of the logs"),
+            Self::Chosen(_) => Ok(()),
+        }
+    }
+}
+
+struct Signals {
+    int: Signal,
+    term: Signal,
+    hup: Signal,
+}
+
+impl Signals {
+    fn new() -> anyhow::Result<Self> {
+        let listen = |kind| signal(kind).context("cannot listen for signals");
+        Ok(Self {
+            int: listen(SignalKind::interrupt())?,
+            term: listen(SignalKind::terminate())?,
+            hup: listen(SignalKind::hangup())?,
+        })
+    }
+
+    async fn next(&mut self) -> Interrupt {
+        tokio::select! {
+            _ = self.int.recv() => Interrupt::Int,
+            _ = self.term.recv() => Interrupt::Term,
+            _ = self.hup.recv() => Interrupt::Hup,
+        }
+    }
+}
+
+async fn run_attempts(job: &Job, display: &Display) -> anyhow::Result<Verdict> {
+    let mut signals = Signals::new()?;
+    let mut guard = Guard::start()?;
+    let begin = Instant::now();
+    let options = Options {
+        world: job.nproc,
+        grace: job.grace,
+        hang_timeout: job.hang_timeout,
+        max_restarts: job.max_restarts,
+    };
+    let mut state = State::new(options, begin.elapsed());
+    loop {
+        let attempt = Attempt::start(job, state.attempt(), display, &mut guard)?;
+        match attempt.supervise(&mut state, begin, &mut signals, &mut guard).await? {
+            End::Done(verdict) => return Ok(verdict),
+            End::Restart(cause) => {
+                state.restart(begin.elapsed());
+                let (now, of) = (state.attempt(), job.max_restarts);
+                let line = format!("gpurun: {}; starting again ({now} of {of})", report::describe(&cause));
+                display.say(Stream::Err, line);
+            }
+        }
+    }
+}
+
+enum End {
+    Done(Verdict),
+    Restart(Cause),
+}
+
+/// One life of all ranks.
+struct Attempt {
+    display: Display,
+    world: u32,
+    groups: Vec<Group>,
+    stopped: Vec<bool>,
+    outgoing: Vec<Option<Outgoing>>,
+    store: Store<u32>,
+    events: mpsc::Receiver<Incoming>,
+    server: tokio::task::JoinHandle<()>,
+    _shared_memory: File,
+}
+
+impl Attempt {
+    fn start(job: &Job, number: u32, display: &Display, guard: &mut Guard) -> anyhow::Result<Self> {
+        let world = job.nproc;
+        let token = Token::new(environment::random_name()?);
+        let name = format!("gpurun-{}", environment::random_name()?);
+        let (listener, address) = server::listen(&name).context("cannot open the rendezvous store")?;
+        let (master_addr, master_port) = environment::master()?;
+        let shared_memory = shared_memory(world)?;
+        let rendezvous = environment::Rendezvous {
+            address,
+            token: token.clone(),
+            master_addr,
+            master_port,
+            shared_memory: std::os::fd::AsRawFd::as_raw_fd(&shared_memory),
+        };
+        let hang_timeout = job.hang_timeout.map_or(0.0, |limit| limit.as_secs_f64());
+        let (sender, events) = mpsc::channel(QUEUE);
+        let mut groups: Vec<Group> = Vec::new();
+        let inherited = Inherited::new(&shared_memory)?;
+        for rank in 0..world {
+            let variables = environment::of_worker(rank, world, number, hang_timeout, &rendezvous);
+            match rank::start(rank, job, variables, display, sender.clone()) {
+                Ok(group) => {
+                    guard.note('+', &group);
+                    groups.push(group);
+                }
+                Err(error) => {
+                    groups.iter().for_each(|group| group.signal(9));
+                    return Err(error);
+                }
+            }
+        }
+        drop(inherited);
+        let server = tokio::spawn(server::serve(listener, world, token, sender));
+        Ok(Self {
+            display: display.clone(),
+            world,
+            stopped: vec![false; groups.len()],
+            outgoing: vec![None; groups.len()],
+            groups,
+            store: Store::default(),
+            events,
+            server,
+            _shared_memory: shared_memory,
+        })
+    }
+
+    async fn supervise(
+        mut self,
+        state: &mut State,
+        begin: Instant,
+        signals: &mut Signals,
+        guard: &mut Guard,
+    ) -> anyhow::Result<End> {
+        let mut ticks = tokio::time::interval(TICK);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut count = 0u32;
+        loop {
+            let mut happened = Vec::new();
+            tokio::select! {
+                biased;
+                interrupt = signals.next() => happened.push(Event::Interrupt(interrupt)),
+                Some(incoming) = self.events.recv() => happened.extend(self.take(incoming, guard).await),
+                _ = ticks.tick() => {
+                    count = count.wrapping_add(1);
+                    if count.is_multiple_of(LOOK_EVERY) {
+                        happened.extend(self.look_for_stopped());
+                    }
+                    happened.push(Event::Tick);
+                }
+            }
+            for event in happened {
+                for action in decide(state, &event, begin.elapsed()) {
+                    match action {
+                        Action::Done(verdict) => return Ok(End::Done(verdict)),
+                        Action::Restart(cause) => return Ok(End::Restart(cause)),
+                        action => self.act(action),
+                    }
+                }
+            }
+        }
+    }
+
+    /// Handles what concerns the store and the display, and gives supervision its event.
+    async fn take(&mut self, incoming: Incoming, guard: &mut Guard) -> Option<Event> {
+        match incoming {
+            Incoming::Attached(rank, outgoing) => {
+                self.outgoing[rank as usize] = Some(outgoing);
+                Some(Event::Attached(rank))
+            }
+            Incoming::Detached(rank) => {
+                self.store.forget(&rank);
+                None
+            }
+            Incoming::Broken(rank, problem) => {
+                let line = format!("gpurun: warning: rank {rank} broke the protocol: {problem}");
+                self.display.say(Stream::Err, line);
+                None
+            }
+            Incoming::Exited(rank, status) => Some(Event::Exited(rank, status)),
+            Incoming::Gone(rank) => {
+                guard.note('-', &self.groups[rank as usize]);
+                Some(Event::Gone(rank))
+            }
+            Incoming::Message(rank, message) => self.message(rank, message).await,
+        }
+    }
+
+    async fn message(&mut self, rank: u32, message: ToLauncher) -> Option<Event> {
+        match message {
+            ToLauncher::Hello { .. } => {}
+            ToLauncher::Beat { position, progress } => return Some(Event::Beat(rank, position, progress)),
+            // A rank speaks only for itself.
+            ToLauncher::Failure(failure) => return Some(Event::Failed(gpurun_wire::Failure { rank, ..failure })),
+            ToLauncher::Step(report) if rank == 0 => self.display.step(report),
+            ToLauncher::Step(_) => {}
+            ToLauncher::Saved { step, dir } if rank == 0 => {
+                self.display.say(Stream::Out, format!("checkpoint of step {step}: {dir}"));
+            }
+            ToLauncher::Saved { .. } => {}
+            ToLauncher::Line { level, text } => {
+                let who = if self.world > 1 { format!("[rank {rank}] ") } else { String::new() };
+                let weight = if level == Level::Warning { "warning" } else { "note" };
+                self.display.say(Stream::Err, format!("{who}{weight}: {text}"));
+            }
+            ToLauncher::Finished { summary } if rank == 0 && !summary.is_empty() => {
+                self.display.say(Stream::Out, summary);
+            }
+            ToLauncher::Finished { .. } => {}
+            ToLauncher::Set { key, value } => match self.store.set(key, value) {
+                Ok(answers) => answers.into_iter().for_each(|(reader, answer)| self.tell(reader, answer)),
+                Err(error) => self.tell(rank, ToWorker::Abort { reason: error.to_string() }),
+            },
+            ToLauncher::Get { key, id } => {
+                if let Some(answer) = self.store.get(rank, key, id) {
+                    self.tell(rank, answer);
+                }
+            }
+        }
+        None
+    }
+
+    fn look_for_stopped(&mut self) -> Vec<Event> {
+        let mut events = Vec::new();
+        for (rank, (group, known)) in (0..).zip(self.groups.iter().zip(&mut self.stopped)) {
+            let stopped = group.is_stopped();
+            if stopped != *known {
+                *known = stopped;
+                events.push(Event::Stopped(rank, stopped));
+            }
+        }
+        events
+    }
+
+    fn act(&self, action: Action) {
+        match action {
+            Action::Stop(rank) => self.tell(rank, ToWorker::Stop),
+            Action::Abort(rank, reason) => self.tell(rank, ToWorker::Abort { reason }),
+            Action::Signal(rank, number) => self.groups[rank as usize].signal(number),
+            Action::Kill(rank) => self.groups[rank as usize].signal(9),
+            Action::Done(_) | Action::Restart(_) => unreachable!("ends the loop"),
+        }
+    }
+
+    fn tell(&self, rank: u32, message: ToWorker) {
+        if let Some(outgoing) = &self.outgoing[rank as usize] {
+            // A worker that is gone needs no message.
+            let _gone = outgoing.send(message);
+        }
+    }
+}
+
+impl Drop for Attempt {
+    fn drop(&mut self) {
+        self.server.abort();
+        // After a regular end all groups are cleared away, and this does nothing.
+        self.groups.iter().for_each(|group| group.signal(9));
+    }
+}
+
+/// Memory without a name that all ranks inherit; it goes when the last process that has it goes.
+fn shared_memory(_world: u32) -> anyhow::Result<File> {
+    let fd = rustix::fs::memfd_create("gpurun", rustix::fs::MemfdFlags::CLOEXEC);
+    Ok(File::from(fd.context("cannot create shared memory")?))
+}
