@@ -115,7 +115,7 @@ pub trait Backend: ScratchSizes {
     /// Converts between fp32, bf16 and fp16, rounding to nearest even.
     fn cast(&self, lane: Lane, src: View, dst: View) -> Result;
 
-    /// `dst += src`, both fp32.
+    /// `dst += src`, both of one floating type.
     fn add_assign(&self, lane: Lane, src: View, dst: View) -> Result;
 
     /// Matrix product; see [`Matmul`].

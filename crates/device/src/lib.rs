@@ -12,5 +12,5 @@ mod cpu;
 mod ops;
 
 pub use backend::{Backend, DeviceError, Mark, ScratchSizes};
-pub use cpu::CpuBackend;
+pub use cpu::{CpuBackend, CpuSizes};
 pub use ops::*;

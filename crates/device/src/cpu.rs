@@ -1,4 +1,0 @@
-//! The CPU backend.
-
-/// Placeholder until the operations land.
-pub struct CpuBackend;
