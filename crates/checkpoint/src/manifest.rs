@@ -124,7 +124,7 @@ impl TensorShape {
 
 /// What a checkpoint says besides its tensors' data. `model` and `options` belong to the trainer: they come back as they
 /// were given, floats with the same bits.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Meta {
     /// Optimizer steps done.
     pub step: u64,

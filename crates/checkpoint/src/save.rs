@@ -447,7 +447,11 @@ pub(crate) fn write_durable(path: &Path, bytes: &[u8]) -> Result<(), Error> {
 
 /// Makes the names in a folder durable.
 pub(crate) fn sync_folder(folder: &Path) -> Result<(), Error> {
-    File::open(folder).and_then(|f| f.sync_all()).map_err(Error::io("sync folder", folder))
+    match File::open(folder).and_then(|f| f.sync_all()) {
+        // Some network and user-space file systems keep names durable by themselves and refuse to be told.
+        Err(error) if matches!(error.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported) => Ok(()),
+        other => other.map_err(Error::io("sync folder", folder)),
+    }
 }
 
 fn remove_folder(folder: &Path) {

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use gpurun_model::Dropout;
 use gpurun_plan::{OffloadVia, Recompute};
 use gpurun_types::DType;
+use serde::Deserialize;
 
 use super::args::{TrainArgs, spelled};
 use super::config::{self, FileOptions};
@@ -286,6 +287,51 @@ impl TrainOptions {
             }
             _ => Ok(()),
         }
+    }
+}
+
+/// Options that, besides the model, shape the numbers of a run: changed between a checkpoint and its resumption, it is no longer the same run.
+pub(crate) const SHAPING: [&str; 19] = [
+    "data",
+    "eval_data",
+    "tokenizer",
+    "seq_len",
+    "global_batch",
+    "length",
+    "lr",
+    "min_lr",
+    "warmup",
+    "schedule",
+    "weight_decay",
+    "beta1",
+    "beta2",
+    "eps",
+    "clip",
+    "dtype",
+    "loss_scale",
+    "seed",
+    "micro_batch",
+];
+
+impl TrainOptions {
+    /// What a resumed run does otherwise than the run that wrote the checkpoint with the options `saved` (this struct as
+    /// JSON): one line for each option that shapes the numbers, such as `lr was 0.003 and is 0.001`.
+    ///
+    /// Empty when the resumed run continues the same numbers, on the same number of ranks with the same bits.
+    #[must_use]
+    pub fn changes_since(&self, saved: &serde_json::Value) -> Vec<String> {
+        let now = serde_json::to_value(self).expect("options are plain data");
+        let changed = SHAPING.iter().filter(|name| saved[**name] != now[**name]);
+        let mut lines: Vec<String> = changed
+            .map(|name| format!("{} was {} and is {}", name.replace('_', "-"), saved[*name], now[*name]))
+            .collect();
+        // As values: an f32 has more than one spelling in JSON.
+        match ModelOptions::deserialize(&saved["model"]) {
+            Ok(model) if model == self.model => {}
+            Ok(model) if model.choice == self.model.choice => lines.push("the model has other sizes".to_owned()),
+            _ => lines.push(format!("model was {} and is {}", saved["model"]["choice"], now["model"]["choice"])),
+        }
+        lines
     }
 }
 

@@ -438,6 +438,52 @@ fn epochs_become_whole_steps() {
     assert_eq!(options("--steps 7", "").steps(100), 7);
 }
 
+#[test]
+fn a_resumed_run_is_told_what_it_does_otherwise() {
+    let _limit = testkit::time_limit(10);
+    let saved = serde_json::to_string(&options("--lr 1e-3 --out a --threads 1 --zero 1", "")).unwrap();
+    let saved: serde_json::Value = serde_json::from_str(&saved).unwrap();
+    // What does not shape the numbers may change.
+    let same = options("--lr 0.001 --out b --threads 2 --zero 3 --save-every 7 --metrics m.jsonl", "");
+    assert_eq!(same.changes_since(&saved), Vec::<String>::new());
+    let other = options("--lr 2e-3 --min-lr 1e-4 --seed 1 --data src", "").changes_since(&saved);
+    let model = options("--lr 1e-3 --model llama-1b", "").changes_since(&saved);
+    assert_eq!(model, ["model was {\"preset\":\"tiny\"} and is {\"preset\":\"llama-1b\"}"]);
+    let sizes = options("--lr 1e-3", "[model]\nlayers = 3").changes_since(&saved);
+    assert_eq!(sizes, ["the model has other sizes"]);
+    // A checkpoint may also hold the options as they are made from values rather than from text.
+    let value = serde_json::to_value(options("--lr 1e-3", "")).unwrap();
+    assert!(same.changes_since(&value).is_empty());
+    assert_eq!(other, ["data was [] and is [\"src\"]", "lr was 0.001 and is 0.002", "seed was 0 and is 1"]);
+}
+
+#[test]
+fn every_option_is_either_shaping_or_known_not_to_be() {
+    let _limit = testkit::time_limit(10);
+    let free = [
+        "eval_every",
+        "zero",
+        "offload",
+        "offload_via",
+        "offload_fraction",
+        "recompute",
+        "device",
+        "threads",
+        "out",
+        "save_every",
+        "keep",
+        "resume",
+        "metrics",
+        "hang_timeout",
+    ];
+    let json = serde_json::to_value(options("", "")).unwrap();
+    let mut names: Vec<&str> = json.as_object().unwrap().keys().map(String::as_str).collect();
+    let mut listed: Vec<&str> = free.into_iter().chain(["model"]).chain(resolve::SHAPING).collect();
+    names.sort_unstable();
+    listed.sort_unstable();
+    assert_eq!(names, listed);
+}
+
 mod rates {
     use super::*;
 
