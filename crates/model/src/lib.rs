@@ -4,9 +4,9 @@
 //! computes over the views it is handed.
 //!
 //! - [`ModelConfig`] describes a GPT-2 or Llama model (presets, Hugging Face's `config.json`) and builds it.
-//! - [`layers`] are the parts, with forward and backward, and how they compose into models of one's own.
+//! - [`mod@layers`] are the parts, with forward and backward, and how they compose into models of one's own.
 //! - [`init`] gives every parameter its starting values.
-//! - [`gradcheck`] compares a unit's gradients with finite differences; [`reference`] runs a whole model without a plan.
+//! - [`gradcheck`] compares a unit's gradients with finite differences; [`mod@reference`] runs a whole model without a plan.
 #![forbid(unsafe_code)]
 
 mod config;

@@ -239,3 +239,103 @@ impl Unit for LossHead {
         self.project(cx, weights, x.slice(row * self.width, self.width), logits, 1).map(|_| ())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use gpurun_device::{AttentionShape, Backend, CpuBackend};
+    use gpurun_types::{Bytes, Lane};
+
+    use super::*;
+    use crate::reference::{Batch, Inputs, UnitMemory, allocate, read, write};
+
+    const VOCABULARY: usize = 13;
+    const WIDTH: usize = 8;
+
+    fn head() -> LossHead {
+        LossHead::new("head", Norm::layer("n", WIDTH, 1e-5), "table", VOCABULARY, 0.5)
+    }
+
+    /// Loss of a training pass and of an evaluation, `dx` and the gradients, in chunks of `rows` of 12 rows.
+    fn run(rows: usize) -> (f64, f64, Vec<Vec<f32>>) {
+        let (backend, head) = (CpuBackend::new(1).unwrap(), head());
+        let backend: &dyn Backend = &backend;
+        let shape = BatchShape { batch: 2, seq: 6 };
+        let memory = UnitMemory::new(backend, &head, BatchShape { batch: 1, seq: rows }, DType::F32).unwrap();
+        assert_eq!(memory.scratch[0].len, rows * VOCABULARY);
+        for (param, &view) in head.params().iter().zip(&memory.weights) {
+            let mut values = vec![0.0; view.len];
+            crate::init::fill(5, &param.name, param.init, 0, &mut values);
+            write(backend, &values, view).unwrap();
+        }
+        let edge = || allocate(backend, shape.tokens() * WIDTH, DType::F32).unwrap();
+        let (x, dx) = (edge(), edge());
+        let mut values = vec![0.0; x.len];
+        crate::init::fill(5, "x", Init::Normal { std: 1.0 }, 0, &mut values);
+        write(backend, &values, x).unwrap();
+        let inputs = Inputs::new(backend, shape).unwrap();
+        let targets = (0..12).map(|i| if i % 6 == 5 { -1 } else { i }).collect();
+        let batch = Batch { tokens: vec![0; 12], starts: vec![0; 12], targets };
+        let pass = |mode| {
+            inputs.load(backend, &batch, 1.0).unwrap();
+            let cx = inputs.cx(backend, shape, DType::F32, mode, 0.1, &memory.scratch);
+            match mode {
+                Mode::Train => {
+                    head.backward(&cx, &memory.weights, &memory.grads, Some(x), None, Some(dx), &[]).unwrap();
+                }
+                Mode::Evaluate => head.forward(&cx, &memory.weights, Some(x), None, &[]).unwrap(),
+            }
+            backend.synchronize(Lane::Compute).unwrap();
+            inputs.loss(backend).unwrap()
+        };
+        let losses = (pass(Mode::Train), pass(Mode::Evaluate));
+        let tensors = memory.grads.iter().chain([&dx]).map(|&v| read(backend, v).unwrap()).collect();
+        (losses.0, losses.1, tensors)
+    }
+
+    #[test]
+    fn chunks_of_any_size_give_the_same_loss_and_gradients() {
+        let _limit = testkit::time_limit(10);
+        let (loss, evaluated, whole) = run(12);
+        assert!((loss - evaluated).abs() < 1e-6 * loss, "{loss} {evaluated}");
+        assert!(whole.iter().all(|tensor| tensor.iter().any(|g| *g != 0.0)));
+        for rows in [1, 5, 6, 11] {
+            let (chunked, evaluated, tensors) = run(rows);
+            assert!((chunked - loss).abs() < 1e-6 * loss && (evaluated - loss).abs() < 1e-6 * loss, "chunks of {rows}");
+            for (a, b) in whole.iter().flatten().zip(tensors.iter().flatten()) {
+                assert!((a - b).abs() < 1e-6, "chunks of {rows}: {a} {b}");
+            }
+        }
+    }
+
+    struct Budget(u64);
+
+    impl ScratchSizes for Budget {
+        fn norm_backward_scratch(&self, _rows: usize, _width: usize) -> Bytes {
+            Bytes(0)
+        }
+        fn attention_scratch(&self, _shape: AttentionShape, _dtype: DType) -> Bytes {
+            Bytes(0)
+        }
+        fn logits_budget(&self) -> Bytes {
+            Bytes(self.0)
+        }
+    }
+
+    #[test]
+    fn logits_stay_within_the_budget_in_chunks_of_equal_size() {
+        let _limit = testkit::time_limit(10);
+        let head = LossHead::new("head", Norm::rms("n", WIDTH, 1e-5), "table", 50304, 0.02);
+        let rows = |budget, tokens| head.chunk_rows(&Budget(budget), tokens, DType::Bf16);
+        assert_eq!(rows(u64::MAX, 16384), 16384);
+        assert_eq!(rows(1 << 29, 16384), 16384_usize.div_ceil(4).next_multiple_of(64));
+        assert_eq!(rows(64 << 20, 16384), 16384_usize.div_ceil(25).next_multiple_of(64));
+        assert_eq!(rows(1, 16384), 64, "never less than a tile of the matrix product");
+        assert_eq!(rows(1, 10), 10);
+        for budget in [1 << 26, 1 << 28, 1 << 30] {
+            for tokens in [100, 1000, 4096, 16384, 100_000] {
+                let bytes = DType::Bf16.bytes(rows(budget, tokens) * 50304).0;
+                assert!(bytes <= budget + 63 * 2 * 50304, "{tokens} tokens: {bytes} of {budget}");
+            }
+        }
+    }
+}
