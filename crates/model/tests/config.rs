@@ -1,4 +1,6 @@
 //! Model configurations: presets, files, and what is wrong with bad ones.
+// A failed unwrap is a failed test.
+#![allow(clippy::unwrap_used)]
 
 use gpurun_model::layers::Activations;
 use gpurun_model::{Family, ModelConfig, ModelError, PRESETS, build};

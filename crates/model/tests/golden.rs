@@ -1,4 +1,6 @@
 //! Loss, logits and every gradient of small models against those that PyTorch computed (`tests/golden/make_golden.py`).
+// A failed unwrap is a failed test.
+#![allow(clippy::unwrap_used)]
 
 use std::collections::HashMap;
 use std::path::PathBuf;

@@ -1,4 +1,6 @@
 //! Backwards against finite differences of forwards: every layer, both blocks, both ends of the chain.
+// A failed unwrap is a failed test.
+#![allow(clippy::unwrap_used)]
 
 use gpurun_device::{Backend, CpuBackend, DeviceError, RopeScaling};
 use gpurun_model::gradcheck::{Report, gradcheck, gradcheck_end};
