@@ -82,7 +82,7 @@ fn preset(name: &str, origins: &Origins) -> Result<ModelConfig, OptionsError> {
 }
 
 fn unknown(name: &str, origins: &Origins) -> OptionsError {
-    let what = format!("{name} is neither a preset nor a folder");
+    let what = format!("{name:?} is neither a preset nor a folder");
     let list = PRESETS.join(", ");
     let mend = match nearest(name, PRESETS) {
         Some(near) => format!("did you mean {near}? The presets are {list}"),

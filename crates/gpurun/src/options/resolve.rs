@@ -290,7 +290,8 @@ impl TrainOptions {
     }
 }
 
-/// Options that, besides the model, shape the numbers of a run: changed between a checkpoint and its resumption, it is no longer the same run.
+/// Options that, besides the model, shape the numbers of a run. When one of them changes between a checkpoint and its
+/// resumption, it is no longer the same run.
 pub(crate) const SHAPING: [&str; 19] = [
     "data",
     "eval_data",
