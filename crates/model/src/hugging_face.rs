@@ -161,7 +161,12 @@ fn llama(file: &File<'_>, kind: &str) -> Result<Partial, ModelError> {
         layers: Some(file.need("num_hidden_layers")?),
         width: Some(file.need("hidden_size")?),
         heads: Some(file.need("num_attention_heads")?),
-        kv_heads: file.size("num_key_value_heads")?,
+        // Absent, Llama has no groups; the others each take a number of their own.
+        kv_heads: if kind == "llama" {
+            file.size("num_key_value_heads")?
+        } else {
+            Some(file.need("num_key_value_heads")?)
+        },
         head_dim: file.size("head_dim")?,
         ff: Some(file.need("intermediate_size")?),
         vocabulary: Some(file.need("vocab_size")?),
