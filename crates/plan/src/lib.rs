@@ -1,10 +1,26 @@
-//! A training step as data: passes write instructions, the verifier proves them, others run, print, cost and draw them.
+//! A training step as data: passes write instructions, the verifier proves them, others run, print and cost them.
 //!
 //! Pure: no I/O, no clock, no `unsafe`.
 #![forbid(unsafe_code)]
 
+mod access;
+mod build;
+mod cost;
+mod error;
 mod ir;
+mod lower;
+mod memory;
+mod policy;
 mod spec;
+mod steps;
+mod text;
+mod verify;
+mod waits;
 
+pub use access::Accesses;
+pub use cost::{CollectiveVolume, MemoryItem, checkpoint_bytes, collective_volume, memory_report};
+pub use error::PlanError;
 pub use ir::*;
 pub use spec::*;
+pub use text::Listing;
+pub use verify::{VerifyError, verify};

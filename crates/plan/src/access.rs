@@ -1,0 +1,105 @@
+//! What each instruction reads and writes: the one place from which waits and proofs are derived.
+
+use crate::ir::{Op, PassIo, Region};
+
+/// The regions that an instruction touches.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Accesses {
+    /// Regions read.
+    pub reads: Vec<Region>,
+    /// Regions written (what is accumulated into is in both).
+    pub writes: Vec<Region>,
+}
+
+impl Accesses {
+    fn both(&mut self, region: Region) {
+        self.reads.push(region);
+        self.writes.push(region);
+    }
+
+    fn pass(&mut self, io: &PassIo) {
+        self.reads.extend(io.weights.iter().chain(&io.x).chain(&io.dy).chain(&io.batch).chain(&io.scalars));
+        self.writes.extend(io.y.iter().chain(&io.dx).chain(&io.scratch));
+        io.grads.iter().chain(&io.loss).for_each(|r| self.both(*r));
+    }
+}
+
+/// The parts of `whole` outside `part`, which may lie in another buffer.
+fn outside(whole: Region, part: Region) -> Vec<Region> {
+    if part.buffer != whole.buffer {
+        return vec![whole];
+    }
+    let (end, part_end) = (whole.start + whole.len, part.start + part.len);
+    [(whole.start, part.start), (part_end, end)]
+        .into_iter()
+        .filter(|(from, to)| from < to)
+        .map(|(start, to)| Region { start, len: to - start, ..whole })
+        .collect()
+}
+
+impl Op {
+    /// What the instruction reads and writes.
+    #[must_use]
+    pub fn accesses(&self) -> Accesses {
+        let mut a = Accesses::default();
+        match self {
+            Self::LoadBatch { batch, learning_rate, .. } => a.writes.extend(batch.iter().chain(learning_rate)),
+            Self::Zero { dst } => a.writes.push(*dst),
+            Self::Forward { io, .. } => {
+                a.pass(io);
+                a.writes.extend(&io.saved);
+            }
+            Self::Backward { io, .. } => {
+                a.pass(io);
+                io.saved.iter().for_each(|r| a.both(*r));
+            }
+            Self::ReduceScatter { src, dst, accumulate, .. } => {
+                a.reads.push(*src);
+                a.writes.push(*dst);
+                if *accumulate {
+                    a.reads.push(*dst);
+                }
+            }
+            Self::AllGather { src, dst, .. } => {
+                a.reads.push(*src);
+                a.writes.extend(outside(*dst, *src));
+            }
+            Self::Send { src, .. } => a.reads.push(*src),
+            Self::Recv { dst, .. } => a.writes.push(*dst),
+            Self::Norm { src, dst, .. } | Self::Copy { src, dst, .. } => {
+                a.reads.push(*src);
+                a.writes.push(*dst);
+            }
+            Self::Scalars { partials, learning_rate, scalars, .. } => {
+                a.reads.extend([*partials, *learning_rate]);
+                a.both(*scalars);
+            }
+            Self::Adam { grad, master, m, v, weight, scalars, .. } => {
+                a.reads.extend([*grad, *scalars]);
+                [*master, *m, *v].into_iter().for_each(|r| a.both(r));
+                a.writes.extend(weight);
+            }
+        }
+        a
+    }
+
+    /// The kind of instruction, for messages and text.
+    #[must_use]
+    pub const fn name(&self) -> &'static str {
+        match self {
+            Self::LoadBatch { .. } => "load-batch",
+            Self::Zero { .. } => "zero",
+            Self::Forward { again: false, .. } => "forward",
+            Self::Forward { again: true, .. } => "recompute",
+            Self::Backward { .. } => "backward",
+            Self::ReduceScatter { .. } => "reduce-scatter",
+            Self::AllGather { .. } => "all-gather",
+            Self::Send { .. } => "send",
+            Self::Recv { .. } => "recv",
+            Self::Norm { .. } => "norm",
+            Self::Scalars { .. } => "scalars",
+            Self::Adam { .. } => "adam",
+            Self::Copy { .. } => "copy",
+        }
+    }
+}

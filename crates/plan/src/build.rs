@@ -1,0 +1,253 @@
+//! From a model and options to the verified plan of every rank.
+
+use gpurun_types::{DType, Lane, Place, Rank};
+
+use crate::error::PlanError;
+use crate::ir::{Buffer, BufferId, Group, Instr, Kind, Op, Plan, Program, RankPlan, Region, UnitHome};
+use crate::lower::{self, Lowered};
+use crate::spec::{FlatLayout, Layout, ModelSpec, PlanOptions, UnitId};
+use crate::{memory, steps, verify, waits};
+
+/// fp32 elements of the scalar state (see the backend's `ScalarSlot`).
+const SCALARS: usize = 16;
+
+impl Plan {
+    /// The plan of every rank: passes, memory, waits, and the proof that they fit together.
+    ///
+    /// # Errors
+    /// When settings cannot be, or cannot go together.
+    pub fn build(spec: &ModelSpec, options: &PlanOptions) -> Result<Self, PlanError> {
+        check(spec, options)?;
+        let mut ranks: Vec<RankPlan> = Vec::new();
+        for rank in 0..options.mesh.dp {
+            let mut plan = Builder::new(spec, options, Rank(rank)).build();
+            // Buffers and lifetimes are the same on every replica; only the places within them differ.
+            match ranks.first() {
+                None => place(&mut plan),
+                Some(first) => copy_places(first, &mut plan),
+            }
+            waits::derive(&plan.buffers, &mut plan.train.instrs);
+            waits::derive(&plan.buffers, &mut plan.evaluate.instrs);
+            ranks.push(plan);
+        }
+        let plan = Self { options: *options, ranks };
+        verify::verify(&plan)?;
+        Ok(plan)
+    }
+}
+
+fn check(spec: &ModelSpec, options: &PlanOptions) -> Result<(), PlanError> {
+    let setting = |setting, problem: String| Err(PlanError::Setting { setting, problem });
+    if spec.units.len() < 2 {
+        return Err(PlanError::Model(format!("{} units; a chain has at least two", spec.units.len())));
+    }
+    if options.mesh.dp == 0 {
+        return setting("ranks", "there must be at least one".to_owned());
+    }
+    if options.mesh.pp != 1 {
+        return setting("pp", format!("{} stages; only 1 can be planned so far", options.mesh.pp));
+    }
+    if options.micro_batches == 0 {
+        return setting("micro-batches", "there must be at least one".to_owned());
+    }
+    if !(0.0..=1.0).contains(&options.offload_fraction) {
+        return setting("offload-fraction", format!("{} is not between 0 and 1", options.offload_fraction));
+    }
+    if options.adam_dtype != DType::F32 {
+        return setting("adam-dtype", format!("{} moments cannot be planned so far; use fp32", options.adam_dtype));
+    }
+    for (what, residence) in [("param", options.policy.param), ("grad", options.policy.grad)] {
+        if residence.place == Place::Host {
+            return setting(what, "can only be on the device; optimizer state can be on the host".to_owned());
+        }
+    }
+    let sharded = |r: crate::spec::Residence| r.layout == Layout::Sharded;
+    let (param, grad, optim) = (options.policy.param, options.policy.grad, options.policy.optim);
+    if sharded(param) && !sharded(grad) || sharded(grad) && !sharded(optim) {
+        return Err(PlanError::Together {
+            first: "a policy that shards parameters or gradients",
+            second: "one that replicates gradients or optimizer state",
+            problem: "shard optimizer state first, then gradients, then parameters (ZeRO 1, 2, 3)".to_owned(),
+        });
+    }
+    if let Some(last) = spec.units.last().filter(|u| !u.saved.is_empty()) {
+        return Err(PlanError::Model(format!("{} is the loss unit and keeps tensors; it can keep none", last.name)));
+    }
+    for (index, unit) in spec.units.iter().enumerate() {
+        for borrowed in &unit.borrows {
+            if borrowed.0 as usize >= spec.units.len() || borrowed.0 as usize == index {
+                return Err(PlanError::Model(format!("unit {} borrows from unit {}", unit.name, borrowed.0)));
+            }
+        }
+    }
+    Ok(())
+}
+
+fn place(plan: &mut RankPlan) {
+    let [device, host] = memory::place(&mut plan.buffers, &[&plan.train, &plan.evaluate]);
+    (plan.device_bytes, plan.host_bytes) = (device, host);
+}
+
+fn copy_places(from: &RankPlan, to: &mut RankPlan) {
+    for (a, b) in from.buffers.iter().zip(&mut to.buffers) {
+        debug_assert_eq!((&a.name, a.bytes()), (&b.name, b.bytes()), "replicas have the same buffers");
+        b.offset = a.offset;
+    }
+    (to.device_bytes, to.host_bytes) = (from.device_bytes, from.host_bytes);
+}
+
+/// What the passes of one rank share.
+pub(crate) struct Builder<'a> {
+    pub(crate) spec: &'a ModelSpec,
+    pub(crate) options: &'a PlanOptions,
+    /// Index in the data-parallel group.
+    pub(crate) replica: usize,
+    pub(crate) dp: u32,
+    pub(crate) buffers: Vec<Buffer>,
+    pub(crate) instrs: Vec<Instr>,
+    /// Persistent weights: whole or shard.
+    pub(crate) weights: Vec<Region>,
+    pub(crate) scalars: Region,
+    pub(crate) learning_rate: Region,
+    pub(crate) partials: Region,
+    pub(crate) eval_losses: Region,
+    rank: Rank,
+}
+
+impl<'a> Builder<'a> {
+    fn new(spec: &'a ModelSpec, options: &'a PlanOptions, rank: Rank) -> Self {
+        let nowhere = Region { buffer: BufferId(0), start: 0, len: 0 };
+        let mut builder = Self {
+            spec,
+            options,
+            replica: (rank.0 % options.mesh.dp) as usize,
+            dp: options.mesh.dp,
+            buffers: Vec::new(),
+            instrs: Vec::new(),
+            weights: Vec::new(),
+            scalars: nowhere,
+            learning_rate: nowhere,
+            partials: nowhere,
+            eval_losses: nowhere,
+            rank,
+        };
+        for index in 0..spec.units.len() {
+            let layout = builder.layout(UnitId(index as u32));
+            let (what, elements) =
+                if builder.shards_params() { ("weight shard", layout.shard) } else { ("weights", layout.padded) };
+            let name = format!("{}/{what}", spec.units[index].name);
+            let region = builder.persistent(name, Kind::Weights, Place::Device, elements, options.dtype);
+            builder.weights.push(region);
+        }
+        let (dp, row) = (options.mesh.dp as usize, builder.row());
+        builder.scalars = builder.persistent("scalars".into(), Kind::Scalars, Place::Device, SCALARS, DType::F32);
+        builder.learning_rate =
+            builder.persistent("learning rate".into(), Kind::Scalars, Place::Device, 1, DType::F32);
+        builder.partials =
+            builder.persistent("norms and losses".into(), Kind::Scalars, Place::Device, dp * row, DType::F64);
+        builder.eval_losses =
+            builder.persistent("evaluation losses".into(), Kind::Scalars, Place::Device, dp, DType::F64);
+        builder
+    }
+
+    fn build(mut self) -> RankPlan {
+        let train = steps::train(self.spec, self.options);
+        let Lowered { program, homes } = lower::train(&mut self, &train);
+        let evaluate = steps::evaluate(self.spec);
+        let evaluate: Program = lower::evaluate(&mut self, &evaluate);
+        let row = self.row();
+        RankPlan {
+            rank: self.rank,
+            buffers: self.buffers,
+            device_bytes: gpurun_types::Bytes(0),
+            host_bytes: gpurun_types::Bytes(0),
+            train: program,
+            evaluate,
+            homes,
+            scalars: self.scalars,
+            partials: self.partials,
+            row,
+            eval_losses: self.eval_losses,
+        }
+    }
+
+    /// Elements of one row of partials: units' sums of squares, then losses of micro-batches.
+    pub(crate) fn row(&self) -> usize {
+        self.spec.units.len() + self.options.micro_batches as usize
+    }
+
+    pub(crate) fn layout(&self, unit: UnitId) -> FlatLayout {
+        self.spec.units[unit.0 as usize].layout(self.dp)
+    }
+
+    /// One rank needs no shards: its shard is the whole.
+    pub(crate) fn shards_params(&self) -> bool {
+        self.dp > 1 && self.options.policy.param.layout == Layout::Sharded
+    }
+
+    pub(crate) fn shards_grads(&self) -> bool {
+        self.dp > 1 && self.options.policy.grad.layout == Layout::Sharded
+    }
+
+    pub(crate) fn shards_optim(&self) -> bool {
+        self.dp > 1 && self.options.policy.optim.layout == Layout::Sharded
+    }
+
+    /// This rank's shard within a whole flat buffer.
+    pub(crate) fn own_shard(&self, whole: Region, layout: FlatLayout) -> Region {
+        Region { start: whole.start + self.replica * layout.shard, len: layout.shard, ..whole }
+    }
+
+    pub(crate) fn persistent(
+        &mut self,
+        name: String,
+        kind: Kind,
+        place: Place,
+        elements: usize,
+        dtype: DType,
+    ) -> Region {
+        self.buffer(name, kind, place, elements, dtype, true)
+    }
+
+    pub(crate) fn transient(&mut self, name: String, kind: Kind, place: Place, elements: usize, dtype: DType) -> Region {
+        self.buffer(name, kind, place, elements, dtype, false)
+    }
+
+    fn buffer(
+        &mut self,
+        name: String,
+        kind: Kind,
+        place: Place,
+        elements: usize,
+        dtype: DType,
+        persistent: bool,
+    ) -> Region {
+        let buffer = BufferId(self.buffers.len() as u32);
+        self.buffers.push(Buffer { name, kind, place, elements, dtype, persistent, offset: 0 });
+        Region { buffer, start: 0, len: elements }
+    }
+
+    pub(crate) fn emit(&mut self, lane: Lane, op: Op) {
+        self.instrs.push(Instr { op, lane, waits: Vec::new() });
+    }
+
+    pub(crate) fn take_program(&mut self) -> Program {
+        Program { instrs: std::mem::take(&mut self.instrs) }
+    }
+
+    /// The all-gather of the step's scalars; nothing with one rank.
+    pub(crate) fn gather_scalars(&mut self, whole: Region, row: usize) {
+        if self.dp > 1 {
+            let src = Region { start: whole.start + self.replica * row, len: row, ..whole };
+            self.emit(Lane::Reduce, Op::AllGather { unit: None, group: Group::Data, src, dst: whole });
+        }
+    }
+
+    pub(crate) fn home(&self, unit: UnitId, weight: Region, master: Region, m: Region, v: Region) -> UnitHome {
+        let layout = self.layout(unit);
+        let shard_start = self.replica * layout.shard;
+        let weight_first = if self.shards_params() { shard_start } else { 0 };
+        let master_first = if self.shards_optim() { shard_start } else { 0 };
+        UnitHome { unit, layout, weight: (weight, weight_first), master: (master, master_first), m, v }
+    }
+}

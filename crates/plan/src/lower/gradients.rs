@@ -1,0 +1,138 @@
+//! Gradients: whole fp32 buffers that backwards add to, and their reduction over replicas.
+//!
+//! A buffer lives from the first backward that touches it to the last: one that other units borrow from is reduced once,
+//! after its last use, so that every stage adds the same numbers in the same order.
+
+use std::collections::BTreeMap;
+
+use gpurun_types::{DType, Lane, Place};
+
+use crate::build::Builder;
+use crate::ir::{Group, Kind, Op, Region};
+use crate::spec::UnitId;
+use crate::steps::Step;
+
+/// The life of one whole gradient buffer.
+#[derive(Clone, Copy)]
+struct Life {
+    unit: UnitId,
+    first: usize,
+    last: usize,
+    /// Adds to the shard of earlier micro-batches.
+    accumulate: bool,
+}
+
+/// Gradient buffers of a training step.
+pub(crate) struct Gradients {
+    lives: Vec<Life>,
+    whole: BTreeMap<UnitId, Region>,
+    /// This rank's shard of each unit's summed gradient, once reduced.
+    shards: BTreeMap<UnitId, Region>,
+    /// Reductions that wait in the list behind the next backward, so that both buffers are alive together and the
+    /// reduction can run beside that backward.
+    pending: Vec<(Life, Region)>,
+    backwards: Vec<usize>,
+}
+
+impl Gradients {
+    pub(crate) fn none() -> Self {
+        Self {
+            lives: Vec::new(),
+            whole: BTreeMap::new(),
+            shards: BTreeMap::new(),
+            pending: Vec::new(),
+            backwards: Vec::new(),
+        }
+    }
+
+    pub(crate) fn new(b: &Builder<'_>, steps: &[Step]) -> Self {
+        // With shards, one buffer a micro-batch; without, one for the whole step.
+        let per_micro = b.shards_grads();
+        let mut lives: BTreeMap<(u32, UnitId), Life> = BTreeMap::new();
+        let mut backwards = Vec::new();
+        for (index, step) in steps.iter().enumerate() {
+            let Step::Backward { unit, micro } = step else { continue };
+            backwards.push(index);
+            for unit in std::iter::once(*unit).chain(b.spec.units[unit.0 as usize].borrows.iter().copied()) {
+                let key = if per_micro { micro.0 } else { 0 };
+                let accumulate = per_micro && micro.0 > 0;
+                let life = lives.entry((key, unit)).or_insert(Life { unit, first: index, last: index, accumulate });
+                life.last = index;
+            }
+        }
+        Self { lives: lives.into_values().collect(), backwards, ..Self::none() }
+    }
+
+    /// Whole gradients of a backward: own, then borrowed.
+    pub(crate) fn of(&self, b: &Builder<'_>, unit: UnitId) -> Vec<Region> {
+        let touched = std::iter::once(unit).chain(b.spec.units[unit.0 as usize].borrows.iter().copied());
+        touched.map(|u| self.whole[&u]).collect()
+    }
+
+    /// Zeroed buffers for those that the step at `index` touches first.
+    pub(crate) fn before(&mut self, b: &mut Builder<'_>, index: usize) {
+        let starting: Vec<Life> = self.lives.iter().filter(|l| l.first == index).copied().collect();
+        for life in starting {
+            let name = format!("{}/gradients", b.spec.units[life.unit.0 as usize].name);
+            let elements = b.layout(life.unit).padded;
+            let region = b.transient(name, Kind::Gradients, Place::Device, elements, DType::F32);
+            b.emit(Lane::Compute, Op::Zero { dst: region });
+            self.whole.insert(life.unit, region);
+        }
+    }
+
+    /// Reduces what the backward before this one finished.
+    pub(crate) fn after(&mut self, b: &mut Builder<'_>, index: usize) {
+        if !self.backwards.contains(&index) {
+            return;
+        }
+        self.reduce_pending(b);
+        let done = self.lives.iter().filter(|l| l.last == index);
+        self.pending.extend(done.map(|l| (*l, self.whole[&l.unit])));
+    }
+
+    fn reduce_pending(&mut self, b: &mut Builder<'_>) {
+        for (life, whole) in std::mem::take(&mut self.pending) {
+            let layout = b.layout(life.unit);
+            let shard = if b.shards_grads() {
+                *self.shards.entry(life.unit).or_insert_with(|| {
+                    let name = format!("{}/gradient shard", b.spec.units[life.unit.0 as usize].name);
+                    b.transient(name, Kind::Gradients, Place::Device, layout.shard, DType::F32)
+                })
+            } else {
+                let own = if b.dp > 1 { b.own_shard(whole, layout) } else { whole };
+                self.shards.insert(life.unit, own);
+                own
+            };
+            if b.dp > 1 {
+                let Life { unit, accumulate, .. } = life;
+                b.emit(Lane::Reduce, Op::ReduceScatter { unit, group: Group::Data, src: whole, dst: shard, accumulate });
+            }
+        }
+    }
+
+    /// After the last backward: norms of the shards, and the decisions of the step.
+    pub(crate) fn finish(&mut self, b: &mut Builder<'_>) {
+        self.reduce_pending(b);
+        let row = b.row();
+        for unit in (0..b.spec.units.len() as u32).rev().map(UnitId) {
+            let start = b.partials.start + b.replica * row + unit.0 as usize;
+            let dst = Region { start, len: 1, ..b.partials };
+            b.emit(Lane::Compute, Op::Norm { unit, src: self.shards[&unit], dst });
+        }
+        b.gather_scalars(b.partials, row);
+        let (partials, learning_rate, scalars) = (b.partials, b.learning_rate, b.scalars);
+        let units = b.spec.units.len();
+        b.emit(Lane::Compute, Op::Scalars { partials, row, units, learning_rate, scalars });
+    }
+
+    /// The gradient that Adam reads: the shard, or the whole with replicated optimizer state, gathered from the shards.
+    pub(crate) fn for_adam(&self, b: &mut Builder<'_>, unit: UnitId) -> Region {
+        if b.shards_optim() || b.dp == 1 {
+            return self.shards[&unit];
+        }
+        let (src, dst) = (self.shards[&unit], self.whole[&unit]);
+        b.emit(Lane::Reduce, Op::AllGather { unit: Some(unit), group: Group::Data, src, dst });
+        dst
+    }
+}

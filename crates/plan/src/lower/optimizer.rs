@@ -1,0 +1,147 @@
+//! Adam on every unit: on the device, on the host, or on the device with its state streamed through; then new weights for all.
+
+use gpurun_types::{DType, Lane, Place};
+
+use super::gradients::Gradients;
+use crate::build::Builder;
+use crate::ir::{Group, Kind, Op, Region, UnitHome};
+use crate::spec::{OffloadVia, UnitId};
+
+/// Master weights and moments of one unit, and how its weights get their new values.
+#[derive(Clone, Copy)]
+struct State {
+    unit: UnitId,
+    /// First element of the unit's flat buffer that all regions cover.
+    first: usize,
+    master: Region,
+    m: Region,
+    v: Region,
+    /// Device weights of the same elements.
+    weight: Region,
+    /// Host copy of the weights in compute precision, when Adam runs on the host and they are not the master.
+    host_weight: Option<Region>,
+    place: Place,
+}
+
+/// Emits the optimizer; returns where state lives.
+pub(crate) fn lower(b: &mut Builder<'_>, gradients: &Gradients) -> Vec<UnitHome> {
+    let states: Vec<State> = (0..b.spec.units.len() as u32).map(|u| state(b, UnitId(u))).collect();
+    let host_scalars = host_scalars(b, &states);
+    let mut streamed: Vec<Streamed> = Vec::new();
+    for (index, state) in states.iter().enumerate() {
+        let grad = gradients.for_adam(b, state.unit);
+        match (state.place, b.options.offload_via) {
+            (Place::Device, _) => on_device(b, state, grad),
+            (Place::Host, OffloadVia::Host) => {
+                let scalars = host_scalars.expect("made when any state is on the host");
+                on_host(b, state, grad, scalars);
+            }
+            (Place::Host, OffloadVia::Stream) => {
+                if streamed.is_empty() {
+                    streamed.push(fetch(b, state));
+                }
+                // The next unit's state comes in while this one is stepped: two slots.
+                let next = states.get(index + 1).filter(|n| n.place == Place::Host);
+                let ahead = next.map(|n| fetch(b, n));
+                let slot = streamed.pop().expect("fetched just now or one unit ago");
+                step_streamed(b, state, slot, grad);
+                streamed.extend(ahead);
+            }
+        }
+    }
+    if b.shards_optim() && !b.shards_params() {
+        for state in &states {
+            let dst = b.weights[state.unit.0 as usize];
+            let op = Op::AllGather { unit: Some(state.unit), group: Group::Data, src: state.weight, dst };
+            b.emit(Lane::Gather, op);
+        }
+    }
+    states.iter().map(|s| b.home(s.unit, b.weights[s.unit.0 as usize], s.master, s.m, s.v)).collect()
+}
+
+/// Units whose state is on the host: the last ones of the chain. Their new weights are needed last in the next forward.
+fn on_host_side(b: &Builder<'_>, unit: UnitId) -> bool {
+    let units = b.spec.units.len();
+    let host = (b.options.offload_fraction * units as f64).round() as usize;
+    b.options.policy.optim.place == Place::Host && unit.0 as usize >= units - host
+}
+
+fn state(b: &mut Builder<'_>, unit: UnitId) -> State {
+    let place = if on_host_side(b, unit) { Place::Host } else { Place::Device };
+    let (layout, whole) = (b.layout(unit), b.weights[unit.0 as usize]);
+    let weight = if b.shards_optim() && !b.shards_params() { b.own_shard(whole, layout) } else { whole };
+    let first = if b.shards_optim() { b.replica * layout.shard } else { 0 };
+    let name = b.spec.units[unit.0 as usize].name.clone();
+    let via_host = place == Place::Host && b.options.offload_via == OffloadVia::Host;
+    let own_master = b.options.dtype != DType::F32 || via_host;
+    let mut make = |what: &str, kind, dtype| b.persistent(format!("{name}/{what}"), kind, place, weight.len, dtype);
+    let master = if own_master { make("master", Kind::Master, DType::F32) } else { weight };
+    let m = make("m", Kind::MomentM, DType::F32);
+    let v = make("v", Kind::MomentV, DType::F32);
+    // Kept between steps: a skipped step sends it up unchanged.
+    let host_weight = (via_host && b.options.dtype != DType::F32)
+        .then(|| b.persistent(format!("{name}/new weights"), Kind::Weights, place, weight.len, b.options.dtype));
+    State { unit, first, master, m, v, weight, host_weight, place }
+}
+
+/// The scalars where a host-side Adam reads them.
+fn host_scalars(b: &mut Builder<'_>, states: &[State]) -> Option<Region> {
+    let first = states.iter().find(|s| s.place == Place::Host)?;
+    if b.options.offload_via == OffloadVia::Stream {
+        return None;
+    }
+    let dst = b.transient("host scalars".into(), Kind::Scalars, Place::Host, b.scalars.len, DType::F32);
+    b.emit(Lane::CopyOut, Op::Copy { unit: first.unit, src: b.scalars, dst });
+    Some(dst)
+}
+
+fn separate(b: &Builder<'_>, state: &State) -> Option<Region> {
+    (b.options.dtype != DType::F32).then_some(state.weight)
+}
+
+fn on_device(b: &mut Builder<'_>, s: &State, grad: Region) {
+    let (weight, scalars) = (separate(b, s), b.scalars);
+    let (unit, first, master, m, v) = (s.unit, s.first, s.master, s.m, s.v);
+    b.emit(Lane::Compute, Op::Adam { unit, first, grad, master, m, v, weight, scalars, place: Place::Device });
+}
+
+/// Gradient down, step, weights up.
+fn on_host(b: &mut Builder<'_>, s: &State, grad: Region, scalars: Region) {
+    let name = format!("{}/gradient on the host", b.spec.units[s.unit.0 as usize].name);
+    let down = b.transient(name, Kind::Gradients, Place::Host, grad.len, DType::F32);
+    b.emit(Lane::CopyOut, Op::Copy { unit: s.unit, src: grad, dst: down });
+    let (unit, first, master, m, v) = (s.unit, s.first, s.master, s.m, s.v);
+    let (weight, place) = (s.host_weight, Place::Host);
+    b.emit(Lane::Host, Op::Adam { unit, first, grad: down, master, m, v, weight, scalars, place });
+    b.emit(Lane::CopyIn, Op::Copy { unit, src: weight.unwrap_or(master), dst: s.weight });
+}
+
+/// State of one unit in a device slot.
+struct Streamed {
+    master: Region,
+    m: Region,
+    v: Region,
+}
+
+fn fetch(b: &mut Builder<'_>, s: &State) -> Streamed {
+    let mut bring = |src: Region, what: &str| {
+        let name = format!("{}/{what} on its way", b.spec.units[s.unit.0 as usize].name);
+        let dst = b.transient(name, Kind::Communication, Place::Device, src.len, DType::F32);
+        b.emit(Lane::CopyIn, Op::Copy { unit: s.unit, src, dst });
+        dst
+    };
+    // fp32 weights are their own master, and stay.
+    let master = if s.master == s.weight { s.weight } else { bring(s.master, "master") };
+    Streamed { master, m: bring(s.m, "m"), v: bring(s.v, "v") }
+}
+
+fn step_streamed(b: &mut Builder<'_>, s: &State, slot: Streamed, grad: Region) {
+    let Streamed { master, m, v } = slot;
+    let (weight, scalars, unit, first) = (separate(b, s), b.scalars, s.unit, s.first);
+    b.emit(Lane::Compute, Op::Adam { unit, first, grad, master, m, v, weight, scalars, place: Place::Device });
+    for (src, dst) in [(master, s.master), (m, s.m), (v, s.v)] {
+        if src != dst {
+            b.emit(Lane::CopyOut, Op::Copy { unit, src, dst });
+        }
+    }
+}

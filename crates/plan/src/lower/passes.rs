@@ -1,0 +1,167 @@
+//! Forwards and backwards over edges, saved tensors and scratch. Every buffer is fresh; the memory pass lets those of
+//! disjoint lifetimes share bytes.
+
+use std::collections::BTreeMap;
+
+use gpurun_types::{DType, Lane, Place};
+
+use super::gradients::Gradients;
+use super::weights::Gathers;
+use crate::build::Builder;
+use crate::ir::{Kind, Op, PassIo, Region};
+use crate::spec::{Micro, NamedTensor, UnitId};
+use crate::steps::Step;
+
+/// What passes leave for each other.
+pub(crate) struct Passes {
+    batch: BTreeMap<Micro, [Region; 3]>,
+    /// Outgoing edge of each unit.
+    edges: BTreeMap<(Micro, UnitId), Region>,
+    /// Gradient of each unit's outgoing edge.
+    edge_grads: BTreeMap<(Micro, UnitId), Region>,
+    saved: BTreeMap<(Micro, UnitId), Vec<Region>>,
+    evaluate: bool,
+}
+
+impl Passes {
+    pub(crate) fn new(evaluate: bool) -> Self {
+        Self {
+            batch: BTreeMap::new(),
+            edges: BTreeMap::new(),
+            edge_grads: BTreeMap::new(),
+            saved: BTreeMap::new(),
+            evaluate,
+        }
+    }
+
+    pub(crate) fn lower(
+        &mut self,
+        b: &mut Builder<'_>,
+        index: usize,
+        step: Step,
+        gathers: &Gathers,
+        gradients: &Gradients,
+    ) {
+        match step {
+            Step::Load(micro) => self.load(b, micro),
+            Step::Forward { unit, micro, again, keep } => {
+                let weights = gathers.weights(b, index, unit);
+                self.forward(b, unit, micro, again, keep, weights);
+            }
+            Step::Backward { unit, micro } => {
+                let weights = gathers.weights(b, index, unit);
+                let grads = gradients.of(b, unit);
+                self.backward(b, unit, micro, weights, grads);
+            }
+        }
+    }
+
+    fn load(&mut self, b: &mut Builder<'_>, micro: Micro) {
+        let batch = ["tokens", "targets", "starts"]
+            .map(|name| b.transient(name.to_owned(), Kind::Batch, Place::Device, b.spec.tokens, DType::I32));
+        let first = micro == Micro(0) && !self.evaluate;
+        let learning_rate = first.then_some(b.learning_rate);
+        b.emit(Lane::CopyIn, Op::LoadBatch { micro, batch, learning_rate });
+        self.batch.insert(micro, batch);
+    }
+
+    fn forward(
+        &mut self,
+        b: &mut Builder<'_>,
+        unit: UnitId,
+        micro: Micro,
+        again: bool,
+        keep: bool,
+        weights: Vec<Region>,
+    ) {
+        let spec = &b.spec.units[unit.0 as usize];
+        let (output, saved_tensors, scratch_tensors) = (spec.output, spec.saved.clone(), spec.scratch.clone());
+        let name = spec.name.clone();
+        let y = (output > 0).then(|| edge(b, &format!("{name}/output"), output));
+        let saved = tensors(b, &name, &saved_tensors, Kind::Activations);
+        let scratch = tensors(b, &name, &scratch_tensors, Kind::Workspace);
+        if let (Some(y), false) = (y, again) {
+            self.edges.insert((micro, unit), y);
+        }
+        if keep {
+            self.saved.insert((micro, unit), saved.clone());
+        }
+        let loss_unit = output == 0;
+        let io = PassIo {
+            weights,
+            grads: Vec::new(),
+            x: self.input(micro, unit),
+            y,
+            dy: None,
+            dx: None,
+            saved,
+            scratch,
+            batch: self.batch[&micro],
+            loss: loss_unit.then(|| self.loss(b, micro)),
+            scalars: loss_unit.then_some(b.scalars),
+        };
+        b.emit(Lane::Compute, Op::Forward { unit, micro, again, io });
+    }
+
+    fn backward(
+        &mut self,
+        b: &mut Builder<'_>,
+        unit: UnitId,
+        micro: Micro,
+        weights: Vec<Region>,
+        grads: Vec<Region>,
+    ) {
+        let spec = &b.spec.units[unit.0 as usize];
+        let (input, scratch_tensors) = (spec.input, spec.scratch.clone());
+        let (name, loss_unit) = (spec.name.clone(), spec.output == 0);
+        let dx = (input > 0).then(|| edge(b, &format!("{name}/input gradient"), input));
+        // The loss unit had no forward, and keeps nothing (see `build::check`).
+        let saved = self.saved.remove(&(micro, unit)).unwrap_or_default();
+        let scratch = tensors(b, &name, &scratch_tensors, Kind::Workspace);
+        let io = PassIo {
+            weights,
+            grads,
+            x: self.input(micro, unit),
+            y: None,
+            dy: self.edge_grads.remove(&(micro, unit)),
+            dx,
+            saved,
+            scratch,
+            batch: self.batch[&micro],
+            loss: loss_unit.then(|| self.loss(b, micro)),
+            scalars: loss_unit.then_some(b.scalars),
+        };
+        if let (Some(dx), Some(before)) = (dx, unit.0.checked_sub(1)) {
+            self.edge_grads.insert((micro, UnitId(before)), dx);
+        }
+        b.emit(Lane::Compute, Op::Backward { unit, micro, io });
+    }
+
+    fn input(&self, micro: Micro, unit: UnitId) -> Option<Region> {
+        unit.0.checked_sub(1).map(|before| self.edges[&(micro, UnitId(before))])
+    }
+
+    /// Where the loss unit adds the loss of a micro-batch.
+    fn loss(&self, b: &Builder<'_>, micro: Micro) -> Region {
+        if self.evaluate {
+            Region { start: b.eval_losses.start + b.replica, len: 1, ..b.eval_losses }
+        } else {
+            let start = b.partials.start + b.replica * b.row() + b.spec.units.len() + micro.0 as usize;
+            Region { start, len: 1, ..b.partials }
+        }
+    }
+}
+
+fn edge(b: &mut Builder<'_>, name: &str, elements: usize) -> Region {
+    b.transient(name.to_owned(), Kind::Activations, Place::Device, elements, b.options.dtype)
+}
+
+fn tensors(b: &mut Builder<'_>, unit: &str, tensors: &[NamedTensor], kind: Kind) -> Vec<Region> {
+    tensors
+        .iter()
+        .map(|t| {
+            let kind = if t.name == "logits" { Kind::Logits } else { kind };
+            b.transient(format!("{unit}/{}", t.name), kind, Place::Device, t.elements, t.dtype)
+        })
+        .collect()
+}

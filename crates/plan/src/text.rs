@@ -1,0 +1,92 @@
+//! Plans in words, for golden tests and people.
+
+use std::fmt;
+
+use crate::ir::{Buffer, Op, PassIo, Program, RankPlan, Region};
+
+/// A program with the names of its buffers.
+pub struct Listing<'a> {
+    plan: &'a RankPlan,
+    program: &'a Program,
+}
+
+impl RankPlan {
+    /// The training step in words, one instruction a line.
+    #[must_use]
+    pub const fn train_listing(&self) -> Listing<'_> {
+        Listing { plan: self, program: &self.train }
+    }
+
+    /// The evaluation in words.
+    #[must_use]
+    pub const fn evaluate_listing(&self) -> Listing<'_> {
+        Listing { plan: self, program: &self.evaluate }
+    }
+}
+
+struct Named<'a>(&'a [Buffer], Region);
+
+impl fmt::Display for Named<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self(buffers, region) = self;
+        let buffer = &buffers[region.buffer.0 as usize];
+        f.write_str(&buffer.name)?;
+        if region.len == buffer.elements {
+            return Ok(());
+        }
+        write!(f, "[{}..{}]", region.start, region.start + region.len)
+    }
+}
+
+impl fmt::Display for Listing<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, instr) in self.program.instrs.iter().enumerate() {
+            write!(f, "{index:4} {:8} {:14}", instr.lane.to_string(), instr.op.name())?;
+            self.operands(f, &instr.op)?;
+            if !instr.waits.is_empty() {
+                let waits: Vec<String> = instr.waits.iter().map(|w| w.0.to_string()).collect();
+                write!(f, "  after {}", waits.join(", "))?;
+            }
+            writeln!(f)?;
+        }
+        Ok(())
+    }
+}
+
+impl Listing<'_> {
+    fn operands(&self, f: &mut fmt::Formatter<'_>, op: &Op) -> fmt::Result {
+        let name = |r: &Region| Named(&self.plan.buffers, *r);
+        match op {
+            Op::LoadBatch { micro, .. } => write!(f, "micro-batch {}", micro.0),
+            Op::Zero { dst } => write!(f, "{}", name(dst)),
+            Op::Forward { micro, io, .. } | Op::Backward { micro, io, .. } => self.pass(f, micro.0, io),
+            Op::ReduceScatter { src, dst, accumulate, .. } => {
+                write!(f, "{} {} {}", name(src), if *accumulate { "+=>" } else { "->" }, name(dst))
+            }
+            Op::AllGather { src, dst, .. } | Op::Norm { src, dst, .. } | Op::Copy { src, dst, .. } => {
+                write!(f, "{} -> {}", name(src), name(dst))
+            }
+            Op::Send { peer, src, .. } => write!(f, "{} to {peer}", name(src)),
+            Op::Recv { peer, dst, .. } => write!(f, "{} from {peer}", name(dst)),
+            Op::Scalars { partials, scalars, .. } => write!(f, "{} -> {}", name(partials), name(scalars)),
+            Op::Adam { grad, master, weight, .. } => {
+                write!(f, "{} -> {}", name(grad), name(master))?;
+                weight.as_ref().map_or(Ok(()), |w| write!(f, ", {}", name(w)))
+            }
+        }
+    }
+
+    fn pass(&self, f: &mut fmt::Formatter<'_>, micro: u32, io: &PassIo) -> fmt::Result {
+        let name = |r: &Region| Named(&self.plan.buffers, *r);
+        write!(f, "micro-batch {micro}")?;
+        for weights in &io.weights {
+            write!(f, ", {}", name(weights))?;
+        }
+        for (word, region) in [("x", &io.x), ("dy", &io.dy), ("y", &io.y), ("dx", &io.dx)] {
+            if let Some(region) = region {
+                write!(f, ", {word} {}", name(region))?;
+            }
+        }
+        Ok(())
+    }
+}

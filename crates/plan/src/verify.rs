@@ -1,0 +1,342 @@
+//! The proof that a plan is sound, made from the finished instructions alone, on every plan, before memory is allocated.
+//!
+//! - Any two instructions of a rank that touch the same bytes, one of them writing, are ordered by lanes and waits.
+//! - Transient memory is written by its own buffer before it is read.
+//! - With every collective and message a rendezvous, all ranks get to the end.
+//! - Members of a group enter its collectives on a lane in one order, with one kind, unit and length.
+//! - Regions lie in their buffers, and buffers in their arenas.
+
+use std::collections::BTreeMap;
+
+use gpurun_types::{Bytes, Lane, Place, Rank};
+
+use crate::ir::{Group, Instr, InstrId, Op, Plan, Program, RankPlan, Region};
+use crate::spec::Mesh;
+use crate::waits::{Clock, Clocks, Segments, knows};
+
+/// What is wrong with a plan.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub enum VerifyError {
+    /// Two instructions touch the same bytes and nothing orders them.
+    #[error("{rank}: {second} may run beside {first}, and both touch {buffer}")]
+    Hazard {
+        /// The rank.
+        rank: Rank,
+        /// The earlier instruction, index and kind.
+        first: String,
+        /// The later one.
+        second: String,
+        /// The buffer that the later one touches.
+        buffer: String,
+    },
+    /// Memory is read that its buffer has not written.
+    #[error("{rank}: {instr} reads {buffer} before anything of it was written")]
+    Unwritten {
+        /// The rank.
+        rank: Rank,
+        /// The instruction.
+        instr: String,
+        /// The buffer.
+        buffer: String,
+    },
+    /// A wait for an instruction that does not come before.
+    #[error("{rank}: {instr} waits for instruction {wait}, which is not before it")]
+    WaitsForLater {
+        /// The rank.
+        rank: Rank,
+        /// The instruction.
+        instr: String,
+        /// What it waits for.
+        wait: u32,
+    },
+    /// No rank can go on.
+    #[error("deadlock: {0}")]
+    Deadlock(String),
+    /// Members of a group disagree.
+    #[error("{lane} lane: {first_rank} comes to {first} while {second_rank} comes to {second}")]
+    Order {
+        /// The lane.
+        lane: Lane,
+        /// One rank.
+        first_rank: Rank,
+        /// Its instruction.
+        first: String,
+        /// Another rank.
+        second_rank: Rank,
+        /// Its instruction.
+        second: String,
+    },
+    /// A region or buffer that leaves its bounds.
+    #[error("{rank}: {what}")]
+    Bounds {
+        /// The rank.
+        rank: Rank,
+        /// What leaves what.
+        what: String,
+    },
+}
+
+/// Verifies a plan of all ranks.
+///
+/// # Errors
+/// The first fault found, with the pair of instructions named.
+pub fn verify(plan: &Plan) -> Result<(), VerifyError> {
+    for rank in &plan.ranks {
+        bounds(rank)?;
+        for program in [&rank.train, &rank.evaluate] {
+            hazards(rank, program)?;
+        }
+    }
+    let programs = |pick: fn(&RankPlan) -> &Program| plan.ranks.iter().map(pick).collect::<Vec<_>>();
+    rendezvous(plan.options.mesh, &programs(|r| &r.train))?;
+    rendezvous(plan.options.mesh, &programs(|r| &r.evaluate))
+}
+
+fn describe(instrs: &[Instr], id: InstrId) -> String {
+    format!("instruction {} ({})", id.0, instrs[id.0 as usize].op.name())
+}
+
+fn bounds(rank: &RankPlan) -> Result<(), VerifyError> {
+    let fault = |what: String| Err(VerifyError::Bounds { rank: rank.rank, what });
+    for buffer in &rank.buffers {
+        let arena = if buffer.place == Place::Host { rank.host_bytes } else { rank.device_bytes };
+        if Bytes(buffer.offset) + buffer.bytes() > arena {
+            return fault(format!("buffer {} ends behind its arena of {arena}", buffer.name));
+        }
+    }
+    for instr in rank.train.instrs.iter().chain(&rank.evaluate.instrs) {
+        let accesses = instr.op.accesses();
+        for region in accesses.reads.iter().chain(&accesses.writes) {
+            let buffer = &rank.buffers[region.buffer.0 as usize];
+            if region.start + region.len > buffer.elements {
+                return fault(format!("{} touches elements behind the end of {}", instr.op.name(), buffer.name));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Checks one program of one rank against its own waits.
+struct Hazards<'a> {
+    rank: &'a RankPlan,
+    instrs: &'a [Instr],
+    segments: Segments,
+}
+
+fn hazards(rank: &RankPlan, program: &Program) -> Result<(), VerifyError> {
+    let instrs = &program.instrs;
+    let mut check = Hazards { rank, instrs, segments: Segments::new(&rank.buffers, instrs) };
+    let mut clocks = Clocks::new();
+    for (index, instr) in instrs.iter().enumerate() {
+        let id = InstrId(index as u32);
+        let mut clock = clocks.now(instr.lane);
+        for wait in &instr.waits {
+            if wait.0 >= id.0 {
+                let instr = describe(instrs, id);
+                return Err(VerifyError::WaitsForLater { rank: rank.rank, instr, wait: wait.0 });
+            }
+            clocks.learn(&mut clock, *wait);
+        }
+        let accesses = instr.op.accesses();
+        for region in &accesses.reads {
+            check.read(id, *region, &clock)?;
+        }
+        for region in &accesses.writes {
+            check.write(id, *region, &clock)?;
+        }
+        clocks.push(instr.lane, clock);
+    }
+    Ok(())
+}
+
+impl Hazards<'_> {
+    fn ordered(&self, clock: &Clock, first: InstrId, second: InstrId, region: Region) -> Result<(), VerifyError> {
+        if first == second || knows(clock, self.instrs[first.0 as usize].lane, first) {
+            return Ok(());
+        }
+        Err(VerifyError::Hazard {
+            rank: self.rank.rank,
+            first: describe(self.instrs, first),
+            second: describe(self.instrs, second),
+            buffer: self.rank.buffers[region.buffer.0 as usize].name.clone(),
+        })
+    }
+
+    fn read(&mut self, id: InstrId, region: Region, clock: &Clock) -> Result<(), VerifyError> {
+        let buffer = &self.rank.buffers[region.buffer.0 as usize];
+        let (arena, range) = self.segments.of(&self.rank.buffers, region);
+        for segment in range {
+            let writer = self.segments.touches[arena][segment].writer;
+            if let Some((writer, _)) = writer {
+                self.ordered(clock, writer, id, region)?;
+            }
+            if !buffer.persistent && writer.is_none_or(|(_, by)| by != region.buffer) {
+                let (rank, instr) = (self.rank.rank, describe(self.instrs, id));
+                return Err(VerifyError::Unwritten { rank, instr, buffer: buffer.name.clone() });
+            }
+            self.segments.read(arena, segment, self.instrs[id.0 as usize].lane, id);
+        }
+        Ok(())
+    }
+
+    fn write(&mut self, id: InstrId, region: Region, clock: &Clock) -> Result<(), VerifyError> {
+        let (arena, range) = self.segments.of(&self.rank.buffers, region);
+        for segment in range {
+            let touch = self.segments.touches[arena][segment].clone();
+            for earlier in touch.writer.map(|(w, _)| w).into_iter().chain(touch.readers.into_iter().flatten()) {
+                self.ordered(clock, earlier, id, region)?;
+            }
+            self.segments.write(arena, segment, id, region.buffer);
+        }
+        Ok(())
+    }
+}
+
+/// One rank's lanes while all ranks are run together.
+struct Cursor<'a> {
+    instrs: &'a [Instr],
+    /// Instructions of each lane, and how many of them are done.
+    lanes: BTreeMap<Lane, (Vec<InstrId>, usize)>,
+    done: Vec<bool>,
+}
+
+impl<'a> Cursor<'a> {
+    fn new(program: &'a Program) -> Self {
+        let mut lanes: BTreeMap<Lane, (Vec<InstrId>, usize)> = BTreeMap::new();
+        for (index, instr) in program.instrs.iter().enumerate() {
+            lanes.entry(instr.lane).or_default().0.push(InstrId(index as u32));
+        }
+        Self { instrs: &program.instrs, lanes, done: vec![false; program.instrs.len()] }
+    }
+
+    /// The instruction that a lane is at, and whether its waits are done.
+    fn head(&self, lane: Lane) -> Option<(InstrId, bool)> {
+        let (list, at) = self.lanes.get(&lane)?;
+        let id = *list.get(*at)?;
+        Some((id, self.instrs[id.0 as usize].waits.iter().all(|w| self.done[w.0 as usize])))
+    }
+
+    fn complete(&mut self, lane: Lane) {
+        let (list, at) = self.lanes.get_mut(&lane).expect("the lane has a head");
+        self.done[list[*at].0 as usize] = true;
+        *at += 1;
+    }
+
+    fn op(&self, id: InstrId) -> &'a Op {
+        &self.instrs[id.0 as usize].op
+    }
+}
+
+/// Runs all ranks with every collective and message a rendezvous.
+fn rendezvous(mesh: Mesh, programs: &[&Program]) -> Result<(), VerifyError> {
+    let mut cursors: Vec<Cursor<'_>> = programs.iter().map(|p| Cursor::new(p)).collect();
+    loop {
+        let mut moved = false;
+        for rank in 0..cursors.len() {
+            for lane in Lane::ALL {
+                while let Some((id, true)) = cursors[rank].head(lane) {
+                    if !advance(mesh, &mut cursors, rank, lane, id)? {
+                        break;
+                    }
+                    moved = true;
+                }
+            }
+        }
+        if !moved {
+            return stuck(&cursors);
+        }
+    }
+}
+
+/// Completes the instruction at the head of a lane if all who take part are there.
+fn advance(mesh: Mesh, cursors: &mut [Cursor<'_>], rank: usize, lane: Lane, id: InstrId) -> Result<bool, VerifyError> {
+    match cursors[rank].op(id) {
+        Op::AllGather { group, .. } | Op::ReduceScatter { group, .. } => {
+            let members = members(mesh, *group, rank);
+            for &member in &members {
+                match cursors[member].head(lane) {
+                    Some((_, false)) | None => return Ok(false),
+                    Some((other, true)) => agree(cursors, lane, (rank, id), (member, other))?,
+                }
+            }
+            members.into_iter().for_each(|m| cursors[m].complete(lane));
+        }
+        Op::Send { peer, .. } | Op::Recv { peer, .. } => {
+            let Some(theirs) = partner(&cursors[peer.index()], Rank(rank as u32), cursors[rank].op(id)) else {
+                return Ok(false);
+            };
+            cursors[rank].complete(lane);
+            cursors[peer.index()].complete(theirs);
+        }
+        _ => cursors[rank].complete(lane),
+    }
+    Ok(true)
+}
+
+/// The lane of `cursor` whose ready head is the other side of a message with `rank`.
+fn partner(cursor: &Cursor<'_>, rank: Rank, op: &Op) -> Option<Lane> {
+    Lane::ALL.into_iter().find(|lane| match (cursor.head(*lane), op) {
+        (Some((id, true)), Op::Send { src, .. }) => {
+            matches!(cursor.op(id), Op::Recv { peer, dst, .. } if *peer == rank && dst.len == src.len)
+        }
+        (Some((id, true)), Op::Recv { dst, .. }) => {
+            matches!(cursor.op(id), Op::Send { peer, src, .. } if *peer == rank && dst.len == src.len)
+        }
+        _ => false,
+    })
+}
+
+fn members(mesh: Mesh, group: Group, rank: usize) -> Vec<usize> {
+    let (dp, pp) = (mesh.dp as usize, mesh.pp as usize);
+    match group {
+        Group::World => (0..dp * pp).collect(),
+        Group::Data => (rank / dp * dp..rank / dp * dp + dp).collect(),
+    }
+}
+
+/// Kind, unit and length of a collective: what its members must agree on.
+fn signature(op: &Op) -> Option<(&'static str, Option<u32>, Group, usize, usize)> {
+    match op {
+        Op::AllGather { unit, group, src, dst } => Some((op.name(), unit.map(|u| u.0), *group, src.len, dst.len)),
+        Op::ReduceScatter { unit, group, src, dst, .. } => Some((op.name(), Some(unit.0), *group, src.len, dst.len)),
+        _ => None,
+    }
+}
+
+fn agree(
+    cursors: &[Cursor<'_>],
+    lane: Lane,
+    (rank, id): (usize, InstrId),
+    (member, other): (usize, InstrId),
+) -> Result<(), VerifyError> {
+    let (mine, theirs) = (cursors[rank].op(id), cursors[member].op(other));
+    if signature(mine) == signature(theirs) {
+        return Ok(());
+    }
+    Err(VerifyError::Order {
+        lane,
+        first_rank: Rank(rank as u32),
+        first: words(&cursors[rank], id),
+        second_rank: Rank(member as u32),
+        second: words(&cursors[member], other),
+    })
+}
+
+fn words(cursor: &Cursor<'_>, id: InstrId) -> String {
+    let unit = signature(cursor.op(id)).and_then(|s| s.1).map_or_else(String::new, |u| format!(" of unit {u}"));
+    format!("{}{unit}", describe(cursor.instrs, id))
+}
+
+/// Nobody can move: done, or a deadlock, told by what each rank's lanes are at.
+fn stuck(cursors: &[Cursor<'_>]) -> Result<(), VerifyError> {
+    let mut lines = Vec::new();
+    for (rank, cursor) in cursors.iter().enumerate() {
+        for lane in Lane::ALL {
+            if let Some((id, ready)) = cursor.head(lane) {
+                let why = if ready { "waits for its partners" } else { "waits for other lanes" };
+                lines.push(format!("rank {rank}, {lane} lane, {}: {why}", words(cursor, id)));
+            }
+        }
+    }
+    if lines.is_empty() { Ok(()) } else { Err(VerifyError::Deadlock(lines.join("; "))) }
+}
