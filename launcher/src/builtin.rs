@@ -4,6 +4,7 @@ use std::ffi::OsString;
 
 /// Where a built-in program runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(dead_code)]
 pub enum Place {
     /// In one worker process a rank.
     Workers,

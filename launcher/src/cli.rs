@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use clap::error::ErrorKind;
 use clap::Parser;
+use clap::error::ErrorKind;
 
 use crate::builtin::{self, Builtin, Place};
 use crate::machine;
@@ -18,11 +18,17 @@ use crate::machine;
 struct Options {
     /// Workers to start on this machine: a number, `auto`, `gpu` or `cpu`. `auto` is one per GPU, or, where there is
     /// none, one per two physical cores. Default: 1.
-    #[arg(long, visible_alias = "nproc-per-node", env = "PET_NPROC_PER_NODE", value_name = "N|auto")]
+    #[arg(
+        long,
+        visible_alias = "nproc-per-node",
+        env = "PET_NPROC_PER_NODE",
+        value_name = "N|auto",
+        allow_negative_numbers = true
+    )]
     nproc: Option<String>,
 
     /// How often a job that failed is started again; a training job goes on from its last checkpoint.
-    #[arg(long, env = "PET_MAX_RESTARTS", value_name = "K", default_value_t = 0)]
+    #[arg(long, env = "PET_MAX_RESTARTS", value_name = "K", default_value_t = 0, allow_negative_numbers = true)]
     max_restarts: u32,
 
     /// Folder for one log file per rank. Default: a temporary folder, which is removed when the job succeeds.
@@ -31,12 +37,12 @@ struct Options {
 
     /// Seconds without progress after which a rank counts as hung; 0 for never. A program that does not use the gpurun
     /// library shows no progress: of it only a stopped process (SIGSTOP) is noticed.
-    #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
+    #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds, allow_negative_numbers = true)]
     hang_timeout: Duration,
 
     /// Seconds between asking workers to end and killing them. A checkpoint that is being written is waited for.
     /// Default: 30 after Ctrl-C or SIGTERM, 1 after a failure.
-    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    #[arg(long, value_name = "SECONDS", value_parser = seconds, allow_negative_numbers = true)]
     grace: Option<Duration>,
 
     /// Print the workers' lines as they are, without `[rank N]`.
@@ -145,7 +151,10 @@ fn refused(error: &clap::Error) -> anyhow::Result<Request> {
             let line: Vec<&str> = text.lines().map(str::trim).take_while(|line| !line.starts_with("Usage:")).collect();
             let line = line.join(" ");
             let line = line.split_whitespace().collect::<Vec<_>>().join(" ");
-            bail!("{} (`gpurun --help` lists options)", line.trim_start_matches("error: ").replace(" For more information, try '--help'.", ""))
+            bail!(
+                "{} (`gpurun --help` lists options)",
+                line.trim_start_matches("error: ").replace(" For more information, try '--help'.", "")
+            )
         }
     }
 }
@@ -193,7 +202,9 @@ fn workers(asked: Option<&str>) -> anyhow::Result<u32> {
         },
         Some("cpu") => machine::cpu_workers(),
         Some(text) => text.parse().ok().with_context(|| {
-            format!("--nproc {text}: give a number of workers of at least 1, or `auto` (also read from PET_NPROC_PER_NODE)")
+            format!(
+                "--nproc {text}: give a number of workers of at least 1, or `auto` (also read from PET_NPROC_PER_NODE)"
+            )
         })?,
     };
     if count == 0 {
@@ -252,7 +263,8 @@ mod tests {
     #[test]
     fn words_behind_the_program_are_its_own() {
         let _limit = testkit::time_limit(10);
-        let Ok(Request::Launch(job)) = parse_words(&["--nproc", "3", "sh", "--nproc", "-x", "--help", "--", "y"]) else {
+        let Ok(Request::Launch(job)) = parse_words(&["--nproc", "3", "sh", "--nproc", "-x", "--help", "--", "y"])
+        else {
             panic!("not a job")
         };
         assert_eq!(job.nproc, 3);

@@ -6,9 +6,9 @@ use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use gpurun::worker::progress::{PlainProgress, describe, figures};
 use gpurun_wire::StepReport;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
@@ -17,10 +17,6 @@ use crate::output::lines;
 
 /// Batches of output that may wait for the terminal.
 const QUEUE: usize = 256;
-/// Least time between two progress lines when there is no terminal.
-const LINE_EVERY: Duration = Duration::from_secs(5);
-/// Steps at the start that each get a line.
-const FIRST_STEPS: u64 = 3;
 
 /// Which of a worker's streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -104,13 +100,25 @@ struct Log {
     path: PathBuf,
     /// `None` once a write has failed.
     file: Option<File>,
+    /// The stream of a line that has no end yet.
+    open_line: Option<Stream>,
 }
 
 impl Log {
     fn open(path: PathBuf) -> anyhow::Result<Self> {
         let file = OpenOptions::new().create(true).append(true).open(&path);
         let file = file.with_context(|| format!("cannot open the log {}", path.display()))?;
-        Ok(Self { path, file: Some(file) })
+        Ok(Self { path, file: Some(file), open_line: None })
+    }
+
+    /// The bytes as they came; only where the other stream speaks into an unfinished line, a line end comes between.
+    fn write(&mut self, stream: Stream, piece: &[u8]) -> std::io::Result<()> {
+        let Some(file) = &mut self.file else { return Ok(()) };
+        if self.open_line.is_some_and(|open| open != stream) {
+            file.write_all(b"\n")?;
+        }
+        self.open_line = (!piece.ends_with(b"\n")).then_some(stream);
+        file.write_all(piece)
     }
 }
 
@@ -145,7 +153,7 @@ impl Terminal {
 
     fn output(&mut self, rank: u32, stream: Stream, piece: &[u8]) {
         let log = &mut self.logs[rank as usize];
-        if let Some(Err(error)) = log.file.as_mut().map(|file| file.write_all(piece)) {
+        if let Err(error) = log.write(stream, piece) {
             log.file = None;
             let warning = format!("gpurun: warning: no further log of rank {rank}: {}: {error}\n", log.path.display());
             self.write(Stream::Err, warning.as_bytes());
@@ -215,107 +223,4 @@ fn new_bar(report: &StepReport) -> ProgressBar {
     bar.set_position(report.step.saturating_sub(1));
     bar.reset_eta();
     bar
-}
-
-/// When there is no terminal: the first steps, the last, each tenth part of the run, and one now and then.
-#[derive(Debug, Default)]
-struct PlainProgress {
-    shown: u64,
-    last: Option<(Instant, u64)>,
-}
-
-impl PlainProgress {
-    fn wants(&mut self, report: &StepReport) -> bool {
-        let tenth = |step: u64| (step * 10).checked_div(report.total_steps);
-        let due = match self.last {
-            None => true,
-            Some((at, step)) => at.elapsed() >= LINE_EVERY || tenth(step) != tenth(report.step),
-        };
-        let wanted = due
-            || self.shown < FIRST_STEPS
-            || report.step == report.total_steps
-            || report.eval_loss.is_some()
-            || report.skipped;
-        if wanted {
-            self.shown += 1;
-            self.last = Some((Instant::now(), report.step));
-        }
-        wanted
-    }
-}
-
-fn describe(report: &StepReport) -> String {
-    format!("step {}/{}  {}", report.step, report.total_steps, figures(report))
-}
-
-fn figures(report: &StepReport) -> String {
-    let mut text = format!("loss {:.4}", report.loss);
-    if let Some(loss) = report.eval_loss {
-        text.push_str(&format!("  held-out {loss:.4}"));
-    }
-    text.push_str(&format!(
-        "  norm {:.3}  lr {:.3e}  {} tokens/s",
-        report.grad_norm,
-        report.lr,
-        thousands(report.tokens_per_second)
-    ));
-    if let Some(mfu) = report.mfu {
-        text.push_str(&format!("  mfu {:.1} %", mfu * 100.0));
-    }
-    if report.skipped {
-        let scale = report.loss_scale.map_or(String::new(), |scale| format!(", loss scale {scale}"));
-        text.push_str(&format!("  skipped: gradients not finite{scale}"));
-    }
-    text
-}
-
-/// A number with its thousands apart: `12 345`.
-fn thousands(value: f64) -> String {
-    let digits = format!("{:.0}", value.max(0.0));
-    let mut text = String::new();
-    for (index, digit) in digits.chars().enumerate() {
-        if index > 0 && (digits.len() - index).is_multiple_of(3) {
-            text.push(' ');
-        }
-        text.push(digit);
-    }
-    text
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn plain_progress_is_dense_at_first_and_sparse_later() {
-        let _limit = testkit::time_limit(10);
-        let mut plain = PlainProgress::default();
-        let shown: Vec<u64> = (1..=100)
-            .filter(|step| plain.wants(&StepReport { step: *step, total_steps: 100, ..StepReport::default() }))
-            .collect();
-        assert_eq!(shown, [1, 2, 3, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100]);
-    }
-
-    #[test]
-    fn figures_of_a_step() {
-        let _limit = testkit::time_limit(10);
-        let report = StepReport {
-            step: 7,
-            total_steps: 20,
-            loss: 2.5,
-            grad_norm: 1.0,
-            lr: 3e-4,
-            tokens_per_second: 1_234_567.4,
-            skipped: true,
-            loss_scale: Some(1024.0),
-            ..StepReport::default()
-        };
-        let text = describe(&report);
-        assert_eq!(
-            text,
-            "step 7/20  loss 2.5000  norm 1.000  lr 3.000e-4  1 234 567 tokens/s  skipped: gradients not finite, loss scale 1024"
-        );
-        assert_eq!(thousands(999.6), "1 000");
-        assert_eq!(thousands(f64::NAN), "0");
-    }
 }

@@ -20,6 +20,8 @@ pub struct Rendezvous {
     pub master_port: String,
     /// Number of the inherited file descriptor of the ranks' shared memory.
     pub shared_memory: i32,
+    /// Number of the inherited file descriptor of the ranks' positions.
+    pub positions: i32,
 }
 
 /// `MASTER_ADDR` and `MASTER_PORT`: as `PET_MASTER_ADDR` and `PET_MASTER_PORT` say, else loopback and a free port.
@@ -51,7 +53,13 @@ pub fn random_name() -> anyhow::Result<String> {
 }
 
 /// The variables of one worker.
-pub fn of_worker(rank: u32, world: u32, attempt: u32, hang_timeout: f64, job: &Rendezvous) -> Vec<(&'static str, OsString)> {
+pub fn of_worker(
+    rank: u32,
+    world: u32,
+    attempt: u32,
+    hang_timeout: f64,
+    job: &Rendezvous,
+) -> Vec<(&'static str, OsString)> {
     let mut variables: Vec<(&'static str, OsString)> = vec![
         ("RANK", rank.to_string().into()),
         ("LOCAL_RANK", rank.to_string().into()),
@@ -64,6 +72,8 @@ pub fn of_worker(rank: u32, world: u32, attempt: u32, hang_timeout: f64, job: &R
         ("GPURUN_STORE", job.address.to_string().into()),
         ("GPURUN_TOKEN", job.token.reveal().into()),
         ("GPURUN_SHM_FD", job.shared_memory.to_string().into()),
+        ("GPURUN_POSITIONS_FD", job.positions.to_string().into()),
+        ("GPURUN_LAUNCHER", std::process::id().to_string().into()),
         ("GPURUN_RESTART", attempt.to_string().into()),
         ("GPURUN_HANG_TIMEOUT", hang_timeout.to_string().into()),
     ];

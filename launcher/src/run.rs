@@ -1,11 +1,13 @@
 //! The launcher at work: events of processes, workers, signals and time go into [`decide`]; what it says is done.
 
 use std::fs::File;
+use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use gpurun_wire::{Level, Store, ToLauncher, ToWorker, Token};
+use gpurun::worker::create_shared_memory;
+use gpurun_wire::{Level, Pages, Store, ToLauncher, ToWorker, Token};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
 use tokio::time::MissedTickBehavior;
@@ -141,12 +143,8 @@ async fn run_attempts(job: &Job, display: &Display) -> anyhow::Result<Verdict> {
     let mut signals = Signals::new()?;
     let mut guard = Guard::start()?;
     let begin = Instant::now();
-    let options = Options {
-        world: job.nproc,
-        grace: job.grace,
-        hang_timeout: job.hang_timeout,
-        max_restarts: job.max_restarts,
-    };
+    let options =
+        Options { world: job.nproc, grace: job.grace, hang_timeout: job.hang_timeout, max_restarts: job.max_restarts };
     let mut state = State::new(options, begin.elapsed());
     loop {
         let attempt = Attempt::start(job, state.attempt(), display, &mut guard)?;
@@ -177,6 +175,7 @@ struct Attempt {
     store: Store<u32>,
     events: mpsc::Receiver<Incoming>,
     server: tokio::task::JoinHandle<()>,
+    positions: Pages,
     _shared_memory: File,
 }
 
@@ -187,18 +186,20 @@ impl Attempt {
         let name = format!("gpurun-{}", environment::random_name()?);
         let (listener, address) = server::listen(&name).context("cannot open the rendezvous store")?;
         let (master_addr, master_port) = environment::master()?;
-        let shared_memory = shared_memory(world)?;
+        let shared_memory = create_shared_memory(world).context("cannot create shared memory")?;
+        let positions = Pages::create(world).context("cannot create shared memory")?;
         let rendezvous = environment::Rendezvous {
             address,
             token: token.clone(),
             master_addr,
             master_port,
-            shared_memory: std::os::fd::AsRawFd::as_raw_fd(&shared_memory),
+            shared_memory: shared_memory.as_raw_fd(),
+            positions: positions.file().as_raw_fd(),
         };
         let hang_timeout = job.hang_timeout.map_or(0.0, |limit| limit.as_secs_f64());
         let (sender, events) = mpsc::channel(QUEUE);
         let mut groups: Vec<Group> = Vec::new();
-        let inherited = Inherited::new(&shared_memory)?;
+        let inherited = [Inherited::new(&shared_memory)?, Inherited::new(positions.file())?];
         for rank in 0..world {
             let variables = environment::of_worker(rank, world, number, hang_timeout, &rendezvous);
             match rank::start(rank, job, variables, display, sender.clone()) {
@@ -223,6 +224,7 @@ impl Attempt {
             store: Store::default(),
             events,
             server,
+            positions,
             _shared_memory: shared_memory,
         })
     }
@@ -242,11 +244,14 @@ impl Attempt {
             tokio::select! {
                 biased;
                 interrupt = signals.next() => happened.push(Event::Interrupt(interrupt)),
-                Some(incoming) = self.events.recv() => happened.extend(self.take(incoming, guard).await),
+                Some(incoming) = self.events.recv() => self.take(incoming, guard, &mut happened),
                 _ = ticks.tick() => {
                     count = count.wrapping_add(1);
                     if count.is_multiple_of(LOOK_EVERY) {
                         happened.extend(self.look_for_stopped());
+                    }
+                    for rank in 0..self.world {
+                        self.see(rank, &mut happened);
                     }
                     happened.push(Event::Tick);
                 }
@@ -263,35 +268,43 @@ impl Attempt {
         }
     }
 
-    /// Handles what concerns the store and the display, and gives supervision its event.
-    async fn take(&mut self, incoming: Incoming, guard: &mut Guard) -> Option<Event> {
-        match incoming {
-            Incoming::Attached(rank, outgoing) => {
-                self.outgoing[rank as usize] = Some(outgoing);
-                Some(Event::Attached(rank))
-            }
-            Incoming::Detached(rank) => {
-                self.store.forget(&rank);
-                None
-            }
-            Incoming::Broken(rank, problem) => {
-                let line = format!("gpurun: warning: rank {rank} broke the protocol: {problem}");
-                self.display.say(Stream::Err, line);
-                None
-            }
-            Incoming::Exited(rank, status) => Some(Event::Exited(rank, status)),
-            Incoming::Gone(rank) => {
-                guard.note('-', &self.groups[rank as usize]);
-                Some(Event::Gone(rank))
-            }
-            Incoming::Message(rank, message) => self.message(rank, message).await,
+    /// Reads where a rank that takes part in the protocol is, or was.
+    fn see(&self, rank: u32, happened: &mut Vec<Event>) {
+        if self.outgoing[rank as usize].is_some()
+            && let Ok((position, progress)) = self.positions.read(rank)
+        {
+            happened.push(Event::Seen(rank, position, progress));
         }
     }
 
-    async fn message(&mut self, rank: u32, message: ToLauncher) -> Option<Event> {
+    /// Handles what concerns the store and the display, and gives supervision its events.
+    fn take(&mut self, incoming: Incoming, guard: &mut Guard, happened: &mut Vec<Event>) {
+        match incoming {
+            Incoming::Attached(rank, outgoing) => {
+                self.outgoing[rank as usize] = Some(outgoing);
+                happened.push(Event::Attached(rank));
+            }
+            Incoming::Detached(rank) => self.store.forget(&rank),
+            Incoming::Broken(rank, problem) => {
+                let line = format!("gpurun: warning: rank {rank} broke the protocol: {problem}");
+                self.display.say(Stream::Err, line);
+            }
+            Incoming::Exited(rank, status) => {
+                self.see(rank, happened);
+                happened.push(Event::Exited(rank, status));
+            }
+            Incoming::Gone(rank) => {
+                guard.note('-', &self.groups[rank as usize]);
+                happened.push(Event::Gone(rank));
+            }
+            Incoming::Message(rank, message) => happened.extend(self.message(rank, message)),
+        }
+    }
+
+    fn message(&mut self, rank: u32, message: ToLauncher) -> Option<Event> {
         match message {
             ToLauncher::Hello { .. } => {}
-            ToLauncher::Beat { position, progress } => return Some(Event::Beat(rank, position, progress)),
+            ToLauncher::Beat { .. } => return Some(Event::Beat(rank)),
             // A rank speaks only for itself.
             ToLauncher::Failure(failure) => return Some(Event::Failed(gpurun_wire::Failure { rank, ..failure })),
             ToLauncher::Step(report) if rank == 0 => self.display.step(report),
@@ -358,10 +371,4 @@ impl Drop for Attempt {
         // After a regular end all groups are cleared away, and this does nothing.
         self.groups.iter().for_each(|group| group.signal(9));
     }
-}
-
-/// Memory without a name that all ranks inherit; it goes when the last process that has it goes.
-fn shared_memory(_world: u32) -> anyhow::Result<File> {
-    let fd = rustix::fs::memfd_create("gpurun", rustix::fs::MemfdFlags::CLOEXEC);
-    Ok(File::from(fd.context("cannot create shared memory")?))
 }

@@ -37,7 +37,9 @@ fn exec(arguments: &[OsString]) -> ExitCode {
         return ExitCode::from(4);
     }
     let error = Command::new(program).arg0(name).args(arguments).exec();
-    let hint = if error.raw_os_error() == Some(8) { " (a script needs a first line such as #!/bin/sh)" } else { "" };
+    // The file was there a moment ago.
+    let missing = error.kind() == std::io::ErrorKind::NotFound;
+    let hint = if missing { " (the interpreter that its first line names is missing)" } else { "" };
     let message = format!("cannot run {}: {error}{hint}", name.to_string_lossy());
     if report(&message).is_none() {
         eprintln!("gpurun: {message}");

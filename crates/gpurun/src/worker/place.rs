@@ -259,7 +259,13 @@ mod tests {
     #[test]
     fn job_managers() {
         let _limit = testkit::time_limit(10);
-        let slurm = [("SLURM_PROCID", "3"), ("SLURM_NTASKS", "4"), ("SLURM_LOCALID", "3"), ("SLURM_JOB_ID", "77"), ("SLURM_STEP_ID", "0")];
+        let slurm = [
+            ("SLURM_PROCID", "3"),
+            ("SLURM_NTASKS", "4"),
+            ("SLURM_LOCALID", "3"),
+            ("SLURM_JOB_ID", "77"),
+            ("SLURM_STEP_ID", "0"),
+        ];
         let place = find(&slurm).unwrap();
         assert_eq!((place.rank, place.world, place.local_rank), (3, 4, 3));
         assert_eq!(store(&place), "unix:@gpurun-SLURM_PROCID-77.0");
@@ -272,10 +278,12 @@ mod tests {
             ("PMIX_NAMESPACE", "ns-1"),
         ];
         let place = find(&mpi).unwrap();
-        assert_eq!((place.rank, place.world, store(&place)), (1, 2, "unix:@gpurun-OMPI_COMM_WORLD_RANK-ns-1".to_owned()));
+        assert_eq!(
+            (place.rank, place.world, store(&place)),
+            (1, 2, "unix:@gpurun-OMPI_COMM_WORLD_RANK-ns-1".to_owned())
+        );
 
-        let kubernetes =
-            [("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "23456")];
+        let kubernetes = [("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "23456")];
         assert_eq!(store(&find(&kubernetes).unwrap()), "tcp:127.0.0.1:23456");
     }
 
