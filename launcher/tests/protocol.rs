@@ -1,6 +1,8 @@
 //! Programs that take part in the launcher's protocol: positions, first causes, hangs, stops, restarts, and workers that no
 //! launcher started.
 
+#![allow(clippy::unwrap_used)]
+
 mod common;
 
 use std::process::Command;

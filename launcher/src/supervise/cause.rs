@@ -7,8 +7,8 @@ use gpurun_wire::{Failure, FailureKind, Position};
 
 use super::{RankState, State, Status};
 
-/// A death by signal counts as this much earlier than seen: what a crash does to its peers (a closed connection, an exit
-/// code) may be seen before the crash itself, above all while a core file is written.
+/// An exit code counts as this much later than seen: it may be what a crash did to a peer (a closed connection), seen before
+/// the crash itself, above all while a core file is written.
 const CRASH_IS_SEEN_LATE: Duration = Duration::from_millis(500);
 
 /// What a rank did.
@@ -113,7 +113,7 @@ pub(super) fn first(state: &State) -> Option<Cause> {
             && (r.failure.is_none() || matches!(status, Status::Signal { .. }))
         {
             let crash = matches!(status, Status::Signal { .. });
-            let at = if crash { at.saturating_sub(CRASH_IS_SEEN_LATE) } else { at };
+            let at = if crash { at } else { at + CRASH_IS_SEEN_LATE };
             candidates.push(((false, at), of_exit(rank, r, status)));
         }
     }

@@ -1,6 +1,8 @@
 //! Supervision as a pure function: what happened and when goes in, what to do comes out. No process, clock or socket here.
 
 mod cause;
+#[cfg(test)]
+mod tests;
 
 use std::time::Duration;
 

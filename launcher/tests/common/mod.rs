@@ -1,5 +1,5 @@
 //! Drives the real executable.
-#![allow(dead_code)]
+#![allow(dead_code, clippy::unwrap_used)]
 
 use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Read};
