@@ -3,6 +3,18 @@
 //! One communicator serves one group of ranks on one lane, so operations of different lanes never mix. Every wait has
 //! a deadline and notices an abort or a dead peer; nothing here can hang without a name.
 
+mod fabric;
+mod host;
+mod region;
+mod solo;
+mod sum;
+pub mod wrap;
+
+pub use fabric::{Fabric, FabricOptions};
+pub use host::HostCommunicator;
+pub use region::{abort_shared_memory, create_shared_memory};
+pub use solo::Solo;
+
 use std::time::Duration;
 
 use gpurun_device::DeviceError;

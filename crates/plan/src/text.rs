@@ -41,7 +41,7 @@ impl fmt::Display for Named<'_> {
 impl fmt::Display for Listing<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (index, instr) in self.program.instrs.iter().enumerate() {
-            write!(f, "{index:4} {:8} {:14}", instr.lane.to_string(), instr.op.name())?;
+            write!(f, "{index:4} {:8} {:15}", instr.lane.to_string(), instr.op.name())?;
             self.operands(f, &instr.op)?;
             if !instr.waits.is_empty() {
                 let waits: Vec<String> = instr.waits.iter().map(|w| w.0.to_string()).collect();

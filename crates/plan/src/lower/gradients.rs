@@ -97,7 +97,8 @@ impl Gradients {
             let shard = if b.shards_grads() {
                 *self.shards.entry(life.unit).or_insert_with(|| {
                     let name = format!("{}/gradient shard", b.spec.units[life.unit.0 as usize].name);
-                    b.transient(name, Kind::Gradients, Place::Device, layout.shard, DType::F32)
+                    // Persistent, so that it shares bytes with nothing: a reduction then waits for its gradient only.
+                    b.persistent(name, Kind::Gradients, Place::Device, layout.shard, DType::F32)
                 })
             } else {
                 let own = if b.dp > 1 { b.own_shard(whole, layout) } else { whole };
