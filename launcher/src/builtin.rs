@@ -12,6 +12,16 @@ pub enum Place {
     Here,
 }
 
+/// How a built-in program is called.
+#[allow(dead_code)]
+#[derive(Debug)]
+pub struct Call {
+    /// The arguments behind its name.
+    pub arguments: Vec<OsString>,
+    /// `--nproc`, for programs that run without workers but want to know for how many.
+    pub nproc: Option<u32>,
+}
+
 /// A program inside this executable.
 #[derive(Debug)]
 pub struct Builtin {
@@ -21,8 +31,10 @@ pub struct Builtin {
     pub about: &'static str,
     /// Where it runs.
     pub place: Place,
-    /// Runs it with the arguments behind its name, and gives the exit code.
-    pub run: fn(&[OsString]) -> u8,
+    /// `--nproc` means something to it. Always so for programs that run in workers.
+    pub takes_nproc: bool,
+    /// Runs it, and gives the exit code.
+    pub run: fn(&Call) -> u8,
 }
 
 /// All of them, in the order of the help.

@@ -9,7 +9,7 @@ use anyhow::{Context, bail};
 use clap::Parser;
 use clap::error::ErrorKind;
 
-use crate::builtin::{self, Builtin, Place};
+use crate::builtin::{self, Builtin, Call, Place};
 use crate::machine;
 
 /// Starts one worker process per rank, brings them together, and ends them together.
@@ -97,7 +97,7 @@ pub enum Request {
     /// Start workers.
     Launch(Job),
     /// Run a built-in in this process.
-    Here(&'static Builtin, Vec<OsString>),
+    Here(&'static Builtin, Call),
     /// Print a text: help or version.
     Print(String),
 }
@@ -118,7 +118,11 @@ pub fn parse(arguments: Vec<OsString>) -> anyhow::Result<Request> {
     if let Some(builtin) = builtin
         && (builtin.place == Place::Here || options.nproc.is_none() && is_worker())
     {
-        return Ok(Request::Here(builtin, arguments));
+        if !builtin.takes_nproc && options.nproc.is_some() {
+            bail!("--nproc means nothing to `{0}`, which runs in one process; write `gpurun {0}`", builtin.name);
+        }
+        let nproc = options.nproc.as_deref().map(|asked| workers(Some(asked))).transpose()?;
+        return Ok(Request::Here(builtin, Call { arguments, nproc }));
     }
     check_single_node()?;
     let program = match builtin {

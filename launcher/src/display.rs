@@ -32,6 +32,7 @@ enum Show {
     Output(u32, Stream, Vec<u8>, OwnedSemaphorePermit),
     Step(StepReport),
     Say(Stream, String),
+    EndProgress,
     Close,
 }
 
@@ -80,6 +81,11 @@ impl Display {
         self.show(Show::Say(stream, line));
     }
 
+    /// Leaves the progress bar where it is; what follows is written below it.
+    pub fn end_progress(&self) {
+        self.show(Show::EndProgress);
+    }
+
     /// Ends the thread after all that was shown before.
     pub fn close(&self) {
         self.show(Show::Close);
@@ -124,7 +130,9 @@ impl Log {
 
 struct Terminal {
     prefix: bool,
-    colour: [bool; 2],
+    /// Whether standard output and standard error are terminals.
+    terminal: [bool; 2],
+    colour: bool,
     bar: Option<ProgressBar>,
     plain: PlainProgress,
     logs: Vec<Log>,
@@ -132,9 +140,9 @@ struct Terminal {
 
 impl Terminal {
     fn new(prefix: bool, logs: Vec<Log>) -> Self {
-        let wanted = std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
-        let colour = [std::io::stdout().is_terminal() && wanted, std::io::stderr().is_terminal() && wanted];
-        Self { prefix, colour, bar: None, plain: PlainProgress::default(), logs }
+        let colour = std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
+        let terminal = [std::io::stdout().is_terminal(), std::io::stderr().is_terminal()];
+        Self { prefix, terminal, colour, bar: None, plain: PlainProgress::default(), logs }
     }
 
     fn run(mut self, mut shows: mpsc::UnboundedReceiver<Show>) {
@@ -143,10 +151,15 @@ impl Terminal {
                 Show::Output(rank, stream, piece, _permit) => self.output(rank, stream, &piece),
                 Show::Step(report) => self.step(&report),
                 Show::Say(stream, line) => self.write(stream, format!("{line}\n").as_bytes()),
+                Show::EndProgress => self.end_progress(),
                 Show::Close => break,
             }
         }
-        if let Some(bar) = self.bar {
+        self.end_progress();
+    }
+
+    fn end_progress(&mut self) {
+        if let Some(bar) = self.bar.take() {
             bar.abandon();
         }
     }
@@ -174,7 +187,7 @@ impl Terminal {
         }
         // Cyan, yellow, green, magenta, blue, and their bright forms: red is left to errors.
         const COLOURS: [u8; 10] = [36, 33, 32, 35, 34, 96, 93, 92, 95, 94];
-        if self.colour[stream as usize] {
+        if self.colour && self.terminal[stream as usize] {
             format!("\x1b[{}m[rank {rank}]\x1b[0m ", COLOURS[rank as usize % COLOURS.len()])
         } else {
             format!("[rank {rank}] ")
@@ -195,20 +208,23 @@ impl Terminal {
         }
     }
 
+    /// A bar on a terminal, lines in a file; both when one stream is a terminal and the other is not.
     fn step(&mut self, report: &StepReport) {
-        if !std::io::stderr().is_terminal() {
-            if self.plain.wants(report) {
-                self.write(Stream::Out, format!("{}\n", describe(report)).as_bytes());
-            }
+        let [out, err] = self.terminal;
+        if !(out && err) && self.plain.wants(report) {
+            self.write(Stream::Out, format!("{}\n", describe(report)).as_bytes());
+        }
+        if !err {
             return;
         }
         let bar = self.bar.get_or_insert_with(|| new_bar(report));
         bar.set_length(report.total_steps);
         bar.set_position(report.step);
         bar.set_message(figures(report));
-        if let Some(loss) = report.eval_loss {
-            let line = format!("step {}: held-out loss {loss:.4}", report.step);
-            self.write(Stream::Out, format!("{line}\n").as_bytes());
+        if let Some(loss) = report.eval_loss
+            && out
+        {
+            self.write(Stream::Out, format!("step {}: held-out loss {loss:.4}\n", report.step).as_bytes());
         }
     }
 }

@@ -18,8 +18,8 @@ pub struct Rendezvous {
     pub master_addr: String,
     /// `MASTER_PORT`: free at the time of the start, unless chosen.
     pub master_port: String,
-    /// Number of the inherited file descriptor of the ranks' shared memory.
-    pub shared_memory: i32,
+    /// Number of the inherited file descriptor of the ranks' shared memory, if there is one for so many ranks.
+    pub shared_memory: Option<i32>,
     /// Number of the inherited file descriptor of the ranks' positions.
     pub positions: i32,
 }
@@ -71,12 +71,14 @@ pub fn of_worker(
         ("GPURUN_WORKER", "1".into()),
         ("GPURUN_STORE", job.address.to_string().into()),
         ("GPURUN_TOKEN", job.token.reveal().into()),
-        ("GPURUN_SHM_FD", job.shared_memory.to_string().into()),
         ("GPURUN_POSITIONS_FD", job.positions.to_string().into()),
         ("GPURUN_LAUNCHER", std::process::id().to_string().into()),
         ("GPURUN_RESTART", attempt.to_string().into()),
         ("GPURUN_HANG_TIMEOUT", hang_timeout.to_string().into()),
     ];
+    if let Some(number) = job.shared_memory {
+        variables.push(("GPURUN_SHM_FD", number.to_string().into()));
+    }
     if std::env::var_os("GPURUN_THREADS").is_none() {
         variables.push(("GPURUN_THREADS", machine::threads_per_worker(world).to_string().into()));
     }

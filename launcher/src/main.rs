@@ -25,7 +25,7 @@ fn main() -> ExitCode {
     }
     let code = match cli::parse(arguments) {
         Ok(cli::Request::Launch(job)) => run::run(&job),
-        Ok(cli::Request::Here(builtin, arguments)) => (builtin.run)(&arguments),
+        Ok(cli::Request::Here(builtin, call)) => (builtin.run)(&call),
         Ok(cli::Request::Print(text)) => {
             // A reader that closed the pipe has read enough of the help.
             let _closed = std::io::Write::write_all(&mut std::io::stdout(), text.as_bytes());

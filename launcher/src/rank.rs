@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::Context;
-use rustix::process::{Pid, Signal, WaitId, WaitIdOptions};
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, WaitOptions};
 use tokio::io::AsyncReadExt;
 use tokio::net::unix::pipe;
 use tokio::signal::unix::{SignalKind, signal};
@@ -39,6 +39,11 @@ impl Group {
     /// The number of the process, which is also that of its group.
     pub fn number(&self) -> i32 {
         self.pid.as_raw_nonzero().get()
+    }
+
+    /// The same number, as a process.
+    pub const fn pid(&self) -> Pid {
+        self.pid
     }
 
     /// Sends a signal to all processes of the group that are left.
@@ -206,6 +211,11 @@ impl Guard {
         Ok(Self { child: command.spawn().context("cannot start the guard process")? })
     }
 
+    /// Its process.
+    pub fn pid(&self) -> Pid {
+        Pid::from_child(&self.child)
+    }
+
     /// Notes that a group lives (`+`) or is cleared away (`-`).
     pub fn note(&mut self, sign: char, group: &Group) {
         if let Some(pipe) = &mut self.child.stdin {
@@ -220,6 +230,28 @@ impl Drop for Guard {
         drop(self.child.stdin.take());
         let _status = self.child.wait();
     }
+}
+
+/// This process's children, adopted ones among them. Empty where the kernel does not tell.
+pub fn children() -> Vec<Pid> {
+    // Children belong to the thread that started or adopted them, and this process has few threads.
+    let threads = std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
+    let lists = threads.filter_map(|thread| std::fs::read_to_string(thread.path().join("children")).ok());
+    let words = lists.flat_map(|list| list.split_whitespace().map(str::to_owned).collect::<Vec<_>>());
+    words.filter_map(|word| word.parse().ok().and_then(Pid::from_raw)).collect()
+}
+
+/// Takes note of the end of an adopted child, if it has ended.
+pub fn reap(pid: Pid) {
+    // Still running, or reaped already: both fine.
+    let _status = rustix::process::waitpid(Some(pid), WaitOptions::NOHANG);
+}
+
+/// Ends an adopted child, and takes note of it if that took effect at once.
+pub fn kill_and_reap(pid: Pid) {
+    // It may have ended by itself a moment ago.
+    let _ended = rustix::process::kill_process(pid, Signal::KILL);
+    reap(pid);
 }
 
 /// Lets the next children inherit `file`, until it is dropped.

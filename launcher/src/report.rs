@@ -24,6 +24,11 @@ pub fn of(verdict: &Verdict, logs: &Path) -> Vec<String> {
         let ranks: Vec<String> = verdict.killed.iter().map(u32::to_string).collect();
         lines.push(format!("gpurun: rank {} did not end in time and was killed", ranks.join(", ")));
     }
+    for rank in &verdict.stuck {
+        lines.push(format!(
+            "gpurun: rank {rank} is still there: it does not die of SIGKILL (a driver or a file system hangs)"
+        ));
+    }
     if verdict.exit_code != 0 && !is_users_mistake(verdict.cause.as_ref()) {
         lines.push(format!("gpurun: exit {}; logs: {}/rank-*.log", verdict.exit_code, logs.display()));
     }

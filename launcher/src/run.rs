@@ -1,18 +1,20 @@
 //! The launcher at work: events of processes, workers, signals and time go into [`decide`]; what it says is done.
 
 use std::fs::File;
+use std::io::ErrorKind;
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
+use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use gpurun::worker::create_shared_memory;
 use gpurun_wire::{Level, Pages, Store, ToLauncher, ToWorker, Token};
+use rustix::process::Pid;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
 use tokio::time::MissedTickBehavior;
 
-use crate::cli::Job;
+use crate::cli::{Job, Program};
 use crate::display::{Display, Stream};
 use crate::rank::{Group, Guard, Inherited};
 use crate::server::Outgoing;
@@ -62,6 +64,7 @@ fn try_run(job: &Job) -> anyhow::Result<u8> {
         let (display, thread) = Display::start(job.nproc, logs.path(), job.prefix)?;
         let outcome = run_attempts(job, &display).await;
         if let Ok(verdict) = &outcome {
+            display.end_progress();
             for line in report::of(verdict, logs.path()) {
                 display.say(Stream::Err, line);
             }
@@ -114,33 +117,50 @@ impl Logs {
     }
 }
 
+/// Signals that end the job. One that was ignored when this process started stays ignored: that is how `nohup` and a
+/// shell's background jobs ask for it.
 struct Signals {
-    int: Signal,
-    term: Signal,
-    hup: Signal,
+    listening: Vec<(Interrupt, Signal)>,
 }
 
 impl Signals {
     fn new() -> anyhow::Result<Self> {
-        let listen = |kind| signal(kind).context("cannot listen for signals");
-        Ok(Self {
-            int: listen(SignalKind::interrupt())?,
-            term: listen(SignalKind::terminate())?,
-            hup: listen(SignalKind::hangup())?,
-        })
+        let ignored = ignored_signals();
+        let mut listening = Vec::new();
+        for interrupt in [Interrupt::Int, Interrupt::Term, Interrupt::Hup] {
+            let number = interrupt.number();
+            if ignored & 1 << (number - 1) == 0 {
+                let stream = signal(SignalKind::from_raw(number)).context("cannot listen for signals")?;
+                listening.push((interrupt, stream));
+            }
+        }
+        Ok(Self { listening })
     }
 
     async fn next(&mut self) -> Interrupt {
-        tokio::select! {
-            _ = self.int.recv() => Interrupt::Int,
-            _ = self.term.recv() => Interrupt::Term,
-            _ = self.hup.recv() => Interrupt::Hup,
-        }
+        std::future::poll_fn(|cx| {
+            for (interrupt, stream) in &mut self.listening {
+                if stream.poll_recv(cx).is_ready() {
+                    return Poll::Ready(*interrupt);
+                }
+            }
+            Poll::Pending
+        })
+        .await
     }
+}
+
+/// Signal N stands in bit N - 1.
+fn ignored_signals() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0)
 }
 
 async fn run_attempts(job: &Job, display: &Display) -> anyhow::Result<Verdict> {
     let mut signals = Signals::new()?;
+    // Processes that a rank leaves behind become this process's children, and are cleared away with the job.
+    rustix::process::set_child_subreaper(Some(rustix::process::getpid())).context("cannot adopt orphans")?;
     let mut guard = Guard::start()?;
     let begin = Instant::now();
     let options =
@@ -153,6 +173,7 @@ async fn run_attempts(job: &Job, display: &Display) -> anyhow::Result<Verdict> {
             End::Restart(cause) => {
                 state.restart(begin.elapsed());
                 let (now, of) = (state.attempt(), job.max_restarts);
+                display.end_progress();
                 let line = format!("gpurun: {}; starting again ({now} of {of})", report::describe(&cause));
                 display.say(Stream::Err, line);
             }
@@ -176,7 +197,7 @@ struct Attempt {
     events: mpsc::Receiver<Incoming>,
     server: tokio::task::JoinHandle<()>,
     positions: Pages,
-    _shared_memory: File,
+    shared_memory: Option<File>,
 }
 
 impl Attempt {
@@ -186,20 +207,21 @@ impl Attempt {
         let name = format!("gpurun-{}", environment::random_name()?);
         let (listener, address) = server::listen(&name).context("cannot open the rendezvous store")?;
         let (master_addr, master_port) = environment::master()?;
-        let shared_memory = create_shared_memory(world).context("cannot create shared memory")?;
+        let shared_memory = shared_memory(job)?;
         let positions = Pages::create(world).context("cannot create shared memory")?;
         let rendezvous = environment::Rendezvous {
             address,
             token: token.clone(),
             master_addr,
             master_port,
-            shared_memory: shared_memory.as_raw_fd(),
+            shared_memory: shared_memory.as_ref().map(File::as_raw_fd),
             positions: positions.file().as_raw_fd(),
         };
         let hang_timeout = job.hang_timeout.map_or(0.0, |limit| limit.as_secs_f64());
         let (sender, events) = mpsc::channel(QUEUE);
         let mut groups: Vec<Group> = Vec::new();
-        let inherited = [Inherited::new(&shared_memory)?, Inherited::new(positions.file())?];
+        let files = shared_memory.iter().chain([positions.file()]);
+        let inherited = files.map(Inherited::new).collect::<anyhow::Result<Vec<_>>>()?;
         for rank in 0..world {
             let variables = environment::of_worker(rank, world, number, hang_timeout, &rendezvous);
             match rank::start(rank, job, variables, display, sender.clone()) {
@@ -225,7 +247,7 @@ impl Attempt {
             events,
             server,
             positions,
-            _shared_memory: shared_memory,
+            shared_memory,
         })
     }
 
@@ -249,6 +271,7 @@ impl Attempt {
                     count = count.wrapping_add(1);
                     if count.is_multiple_of(LOOK_EVERY) {
                         happened.extend(self.look_for_stopped());
+                        self.orphans(guard).for_each(rank::reap);
                     }
                     for rank in 0..self.world {
                         self.see(rank, &mut happened);
@@ -259,8 +282,14 @@ impl Attempt {
             for event in happened {
                 for action in decide(state, &event, begin.elapsed()) {
                     match action {
-                        Action::Done(verdict) => return Ok(End::Done(verdict)),
-                        Action::Restart(cause) => return Ok(End::Restart(cause)),
+                        Action::Done(verdict) => {
+                            self.clear_orphans(guard);
+                            return Ok(End::Done(verdict));
+                        }
+                        Action::Restart(cause) => {
+                            self.clear_orphans(guard);
+                            return Ok(End::Restart(cause));
+                        }
                         action => self.act(action),
                     }
                 }
@@ -318,8 +347,11 @@ impl Attempt {
                 let weight = if level == Level::Warning { "warning" } else { "note" };
                 self.display.say(Stream::Err, format!("{who}{weight}: {text}"));
             }
-            ToLauncher::Finished { summary } if rank == 0 && !summary.is_empty() => {
-                self.display.say(Stream::Out, summary);
+            ToLauncher::Finished { summary } if rank == 0 => {
+                self.display.end_progress();
+                if !summary.is_empty() {
+                    self.display.say(Stream::Out, summary);
+                }
             }
             ToLauncher::Finished { .. } => {}
             ToLauncher::Set { key, value } => match self.store.set(key, value) {
@@ -333,6 +365,25 @@ impl Attempt {
             }
         }
         None
+    }
+
+    /// Children that this launcher did not start: what ranks left behind, wherever it went.
+    fn orphans(&self, guard: &Guard) -> impl Iterator<Item = Pid> {
+        let known: Vec<Pid> = self.groups.iter().map(Group::pid).chain([guard.pid()]).collect();
+        rank::children().into_iter().filter(move |pid| !known.contains(pid))
+    }
+
+    /// All ranks are gone. Killing an orphan may make its children orphans, so it takes a few rounds; a process that the
+    /// kernel does not let die is left behind after about a second.
+    fn clear_orphans(&self, guard: &Guard) {
+        for _ in 0..100 {
+            let left: Vec<Pid> = self.orphans(guard).collect();
+            if left.is_empty() {
+                return;
+            }
+            left.into_iter().for_each(rank::kill_and_reap);
+            std::thread::sleep(Duration::from_millis(10));
+        }
     }
 
     fn look_for_stopped(&mut self) -> Vec<Event> {
@@ -350,7 +401,13 @@ impl Attempt {
     fn act(&self, action: Action) {
         match action {
             Action::Stop(rank) => self.tell(rank, ToWorker::Stop),
-            Action::Abort(rank, reason) => self.tell(rank, ToWorker::Abort { reason }),
+            Action::Abort(rank, reason) => {
+                if let Some(memory) = &self.shared_memory {
+                    // Makes waits fail even in a rank that has no time to listen; one that does not is told again below.
+                    let _told_below = gpurun_comm::abort_shared_memory(memory, &reason);
+                }
+                self.tell(rank, ToWorker::Abort { reason });
+            }
             Action::Signal(rank, number) => self.groups[rank as usize].signal(number),
             Action::Kill(rank) => self.groups[rank as usize].signal(9),
             Action::Done(_) | Action::Restart(_) => unreachable!("ends the loop"),
@@ -370,5 +427,14 @@ impl Drop for Attempt {
         self.server.abort();
         // After a regular end all groups are cleared away, and this does nothing.
         self.groups.iter().for_each(|group| group.signal(9));
+    }
+}
+
+/// Memory for the ranks' communicators. Other programs may be more ranks than it serves, and have no use for it then.
+fn shared_memory(job: &Job) -> anyhow::Result<Option<File>> {
+    match gpurun_comm::create_shared_memory(job.nproc) {
+        Ok(memory) => Ok(Some(memory.into())),
+        Err(error) if error.kind() == ErrorKind::InvalidInput && matches!(job.program, Program::Other(_)) => Ok(None),
+        Err(error) => Err(error).context("cannot create shared memory for the ranks"),
     }
 }

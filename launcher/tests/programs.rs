@@ -150,6 +150,38 @@ fn what_a_rank_leaves_behind_may_still_speak_and_then_dies() {
 }
 
 #[test]
+fn a_process_that_left_its_group_dies_with_the_job() {
+    let _limit = testkit::time_limit(30);
+    let script = "setsid sh -c 'echo left=$$; sleep 1000' > $0 2>&1 < /dev/null & \
+                  while ! grep -q left= $0; do sleep 0.01; done; cat $0";
+    let folder = tempfile::tempdir().unwrap();
+    let mut command = gpurun_sh(&[], script);
+    command.arg(folder.path().join("note"));
+    let mut running = Running::start(command);
+    let left = Watched::new(number_in(&running.wait_for("left="), "left"));
+    assert_eq!(running.finish().code, 0);
+    assert!(left.is_gone_within(Duration::from_secs(5)), "a process outlived its job");
+}
+
+#[test]
+fn an_ignored_signal_stays_ignored() {
+    let _limit = testkit::time_limit(30);
+    // As under nohup.
+    let mut command = std::process::Command::new("sh");
+    let script = "trap '' HUP; exec \"$0\" --nproc 1 bash -c 'echo ready; read line < \"$0\"; echo done' \"$1\"";
+    let folder = tempfile::tempdir().unwrap();
+    let gate = folder.path().join("gate");
+    assert!(std::process::Command::new("mkfifo").arg(&gate).status().unwrap().success());
+    command.args(["-c", script, common::GPURUN]).arg(&gate);
+    let mut running = Running::start(command);
+    running.wait_for("ready");
+    running.signal(Signal::HUP);
+    std::fs::write(&gate, "go\n").unwrap();
+    let done = running.finish();
+    assert_eq!((done.code, done.stdout.lines().last()), (0, Some("[rank 0] done")), "{done:?}");
+}
+
+#[test]
 fn logs_are_kept_where_they_are_wanted() {
     let _limit = testkit::time_limit(30);
     let folder = tempfile::tempdir().unwrap();

@@ -22,6 +22,8 @@ const ABORT_BEFORE_TERM: Duration = Duration::from_millis(400);
 const LAUNCHER_PAUSED: Duration = Duration::from_secs(2);
 /// Before the first step a rank may take this many times the hang timeout between two signs of progress.
 const PATIENCE_AT_START: u32 = 5;
+/// A process that lives this long after SIGKILL is stuck in the kernel, and not waited for.
+const STUCK: Duration = Duration::from_secs(10);
 /// Used where a limit for a checkpoint's progress is needed and hang detection is off.
 const SAVE_STALL: Duration = Duration::from_secs(60);
 
@@ -124,8 +126,10 @@ pub struct Verdict {
     pub cause: Option<Cause>,
     /// The interrupt that ended it.
     pub interrupt: Option<Interrupt>,
-    /// Whether ranks had to be killed because they did not end in time.
+    /// Ranks that had to be killed because they did not end in time.
     pub killed: Vec<u32>,
+    /// Ranks that are still there, for the kernel does not let them die.
+    pub stuck: Vec<u32>,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -144,11 +148,16 @@ struct RankState {
     aborted_at: Option<Duration>,
     /// Signals that this launcher sent.
     sent: Vec<i32>,
+    killed_at: Option<Duration>,
 }
 
 impl RankState {
     fn alive(&self) -> bool {
         self.exit.is_none()
+    }
+
+    fn is_stuck(&self, now: Duration) -> bool {
+        self.alive() && self.killed_at.is_some_and(|at| now.saturating_sub(at) >= STUCK)
     }
 }
 
@@ -246,8 +255,8 @@ pub fn decide(state: &mut State, event: &Event, now: Duration) -> Vec<Action> {
         Course::Stopping(since) => press_stopping(state, since, now, &mut actions),
         Course::Ending(since) => press_ending(state, since, now, &mut actions),
     }
-    if state.ranks.iter().all(|r| r.gone) {
-        actions.push(conclude(state));
+    if state.ranks.iter().all(|r| r.gone || r.is_stuck(now)) {
+        actions.push(conclude(state, now));
     }
     actions
 }
@@ -291,7 +300,7 @@ fn note(state: &mut State, event: &Event, now: Duration) {
 fn interrupted(state: &mut State, interrupt: Interrupt, now: Duration, actions: &mut Vec<Action>) {
     if state.course != Course::Running {
         for (rank, r) in (0..).zip(&mut state.ranks) {
-            kill(rank, r, actions);
+            kill(rank, r, now, actions);
         }
         return;
     }
@@ -334,7 +343,7 @@ fn press_stopping(state: &mut State, since: Duration, now: Duration, actions: &m
     let over = now.saturating_sub(since) >= grace;
     for (rank, r) in (0..).zip(&mut state.ranks) {
         if over {
-            kill(rank, r, actions);
+            kill(rank, r, now, actions);
         } else {
             abort(rank, r, "the grace time is over", now, actions);
             signal(rank, r, 15, actions);
@@ -354,7 +363,7 @@ fn press_ending(state: &mut State, since: Duration, now: Duration, actions: &mut
             signal(rank, r, 15, actions);
         }
         if now.saturating_sub(since) >= grace && !saving {
-            kill(rank, r, actions);
+            kill(rank, r, now, actions);
         }
     }
 }
@@ -375,9 +384,10 @@ fn signal(rank: u32, r: &mut RankState, number: i32, actions: &mut Vec<Action>) 
     }
 }
 
-fn kill(rank: u32, r: &mut RankState, actions: &mut Vec<Action>) {
+fn kill(rank: u32, r: &mut RankState, now: Duration, actions: &mut Vec<Action>) {
     if r.alive() && !r.sent.contains(&9) {
         r.sent.push(9);
+        r.killed_at = Some(now);
         r.told = true;
         actions.push(Action::Kill(rank));
     }
@@ -437,7 +447,11 @@ fn culprit(state: &State, now: Duration, accuser: Option<u32>) -> Option<Hang> {
     hang(*rank, silent_since(r), false)
 }
 
-fn conclude(state: &State) -> Action {
+fn conclude(state: &State, now: Duration) -> Action {
+    let ranks_that = |is: &dyn Fn(&RankState) -> bool| -> Vec<u32> {
+        (0..).zip(&state.ranks).filter(|(_, r)| is(r)).map(|(rank, _)| rank).collect()
+    };
+    let stuck = ranks_that(&|r| r.is_stuck(now));
     let cause = cause::first(state);
     let exit_code = match (&state.interrupt, &cause) {
         (Some(interrupt), _) => 128 + interrupt.number() as u8,
@@ -448,9 +462,10 @@ fn conclude(state: &State) -> Action {
         && state.interrupt.is_none()
         && matches!(exit_code, 4 | 6)
         && state.attempt < state.options.max_restarts
+        && stuck.is_empty()
     {
         return Action::Restart(cause.clone());
     }
-    let killed = (0..).zip(&state.ranks).filter(|(_, r)| r.sent.contains(&9)).map(|(rank, _)| rank).collect();
-    Action::Done(Verdict { exit_code, cause, interrupt: state.interrupt, killed })
+    let killed = ranks_that(&|r| r.killed_at.is_some());
+    Action::Done(Verdict { exit_code, cause, interrupt: state.interrupt, killed, stuck })
 }

@@ -97,7 +97,7 @@ fn a_good_end() {
     assert_eq!(job.event(Event::Gone(0)), []);
     assert_eq!(job.pass(100_000, &[]), [], "a rank may end long before another");
     let verdict = job.verdict(Status::Code(0));
-    assert_eq!(verdict, Verdict { exit_code: 0, cause: None, interrupt: None, killed: vec![] });
+    assert_eq!(verdict, Verdict { exit_code: 0, cause: None, interrupt: None, killed: vec![], stuck: vec![] });
 }
 
 #[test]
@@ -109,9 +109,25 @@ fn programs_get_term_at_once_and_kill_a_second_later() {
     assert_eq!(job.pass(900, &[]), []);
     assert_eq!(job.pass(100, &[]), [Action::Kill(0), Action::Kill(2)]);
     assert_eq!(job.pass(5000, &[]), [], "once is enough");
+    assert_eq!(
+        (job.exit(0, died(KILL)), job.event(Event::Gone(1)), job.event(Event::Gone(0))),
+        (vec![], vec![], vec![])
+    );
     let verdict = job.verdict(died(KILL));
     assert_eq!(verdict.cause.as_ref().map(ToString::to_string).as_deref(), Some("rank 1 exited with code 7"));
     assert_eq!((verdict.exit_code, verdict.killed), (4, vec![0, 2]));
+}
+
+#[test]
+fn a_process_stuck_in_the_kernel_is_not_waited_for() {
+    let _limit = testkit::time_limit(10);
+    let mut job = Job::with(Options { world: 2, grace: None, hang_timeout: None, max_restarts: 5 });
+    job.exit(1, Status::Code(7));
+    job.event(Event::Gone(1));
+    assert_eq!(job.pass(10_900, &[]), [Action::Kill(0)]);
+    let actions = job.pass(100, &[]);
+    let [Action::Done(verdict)] = &actions[..] else { panic!("{actions:?}") };
+    assert_eq!((verdict.exit_code, &verdict.stuck), (4, &vec![0]));
 }
 
 #[test]
@@ -464,7 +480,8 @@ fn any_order_of_events_ends_well() {
                     _ => {}
                 }
             }
-            assert_eq!(over > 0, job.state.ranks.iter().all(|r| r.gone));
+            let ended = |r: &RankState| r.gone || r.is_stuck(job.now);
+            assert_eq!(over > 0, job.state.ranks.iter().all(ended));
             if over > 0 {
                 break;
             }

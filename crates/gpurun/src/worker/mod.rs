@@ -95,6 +95,18 @@ type AbortHook = Box<dyn Fn(&str) + Send>;
 struct AbortState {
     reason: Option<String>,
     hook: Option<AbortHook>,
+    /// Every wait of a communicator over it fails from then on.
+    memory: Option<File>,
+}
+
+impl AbortState {
+    fn abort_memory(&self) {
+        if let (Some(reason), Some(memory)) = (&self.reason, &self.memory)
+            && let Err(error) = gpurun_comm::abort_shared_memory(memory, reason)
+        {
+            eprintln!("gpurun: cannot abort the communicators: {error}");
+        }
+    }
 }
 
 /// One rank of a job.
@@ -151,6 +163,12 @@ impl Worker {
                 Some(client)
             }
         };
+        if let Some(memory) = &memory {
+            let failed = |source| WorkerError::Memory { what: "a second handle".to_owned(), source };
+            let mut state = abort.lock().unwrap_or_else(PoisonError::into_inner);
+            state.memory = Some(memory.try_clone().map_err(failed)?);
+            state.abort_memory();
+        }
         let launched = matches!(place.starter, Starter::Launcher { .. });
         let inner = Inner {
             rank: place.rank,
@@ -182,7 +200,7 @@ impl Worker {
         &self.place
     }
 
-    /// The memory that all ranks share, made for this number of ranks. `None` for a single rank that nobody started.
+    /// The memory that all ranks share, for [`gpurun_comm::Fabric::process`]. `None` for a single rank that nobody started.
     #[must_use]
     pub const fn shared_memory(&self) -> Option<&File> {
         self.memory.as_ref()
@@ -213,8 +231,8 @@ impl Worker {
         &self.reporter
     }
 
-    /// Calls `hook` once with the reason when the job is given up; at once if it is already. The hook makes waits fail,
-    /// and returns soon.
+    /// Calls `hook` once with the reason when the job is given up; at once if it is already. Waits of communicators over
+    /// [`Worker::shared_memory`] fail then in any case; the hook is for other waits, and returns soon.
     pub fn on_abort(&self, hook: impl Fn(&str) + Send + 'static) {
         let mut state = self.abort.lock().unwrap_or_else(PoisonError::into_inner);
         match &state.reason {
@@ -301,6 +319,7 @@ fn hooks(track: &Arc<Track>, abort: &Arc<Mutex<AbortState>>, alone: bool) -> Hoo
     let aborted = move |reason: &str| {
         let mut state = abort.lock().unwrap_or_else(PoisonError::into_inner);
         state.reason = Some(reason.to_owned());
+        state.abort_memory();
         if let Some(hook) = state.hook.take() {
             hook(reason);
         }
@@ -368,19 +387,11 @@ fn open_memory(path: &str) -> io::Result<File> {
     File::options().read(true).write(true).open(path)
 }
 
-/// Memory for the communicators of `world` ranks: without a name, so nothing of it can be left behind.
-///
-/// # Errors
-/// When the system has no memory or descriptor left.
-pub fn create_shared_memory(_world: u32) -> io::Result<File> {
-    Ok(rustix::fs::memfd_create("gpurun-ranks", rustix::fs::MemfdFlags::CLOEXEC)?.into())
-}
-
 /// Rank 0 makes the memory, and the others open it through rank 0's process.
 fn exchanged_memory(client: &StoreClient, place: &Place) -> Result<File, WorkerError> {
     if place.rank == 0 {
         let failed = |source| WorkerError::Memory { what: "creating it".to_owned(), source };
-        let memory = create_shared_memory(place.world).map_err(failed)?;
+        let memory = File::from(gpurun_comm::create_shared_memory(place.world).map_err(failed)?);
         let path = format!("/proc/{}/fd/{}", std::process::id(), std::os::fd::AsRawFd::as_raw_fd(&memory));
         client.set(MEMORY_KEY, path.as_bytes())?;
         return Ok(memory);
