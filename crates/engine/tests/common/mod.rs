@@ -173,7 +173,7 @@ impl Case {
         let mut whole = parts[0].clone();
         for part in &parts[1..] {
             assert_eq!(part.losses, whole.losses, "every rank reports the same loss");
-            assert_eq!(part.norms, whole.norms, "every rank sees the same norm");
+            assert_eq!(bits(&part.norms), bits(&whole.norms), "every rank sees the same norm");
             for (key, values) in &part.state {
                 let to = whole.state.entry(key.clone()).or_insert_with(|| vec![f32::NAN; values.len()]);
                 for (a, b) in to.iter_mut().zip(values).filter(|(_, b)| !b.is_nan()) {
@@ -243,4 +243,9 @@ pub fn distance(a: &Outcome, b: &Outcome) -> f64 {
         worst = worst.max((diff / norm.max(1e-30)).sqrt());
     }
     worst
+}
+
+/// The bits of numbers: a NaN equals itself.
+pub fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|v| v.to_bits()).collect()
 }

@@ -120,9 +120,6 @@ pub struct TrainArgs {
     /// Write one JSON object a step to this file
     #[arg(long, value_name = "FILE.jsonl", help_heading = "Run")]
     pub metrics: Option<PathBuf>,
-    /// Seconds after which a rank that makes no progress counts as hung [default: 60]
-    #[arg(long, value_name = "SECONDS", allow_hyphen_values = true, help_heading = "Run")]
-    pub hang_timeout: Option<f64>,
     /// Options from a TOML file, under the same names; those on the command line win
     #[arg(long, value_name = "FILE.toml", help_heading = "Run")]
     pub config: Option<PathBuf>,
@@ -154,7 +151,7 @@ macro_rules! for_all {
 for_all!(
     model dropout eval_every tokenizer seq_len micro_batch global_batch steps epochs lr min_lr warmup schedule weight_decay
     beta1 beta2 eps clip dtype loss_scale zero offload offload_via offload_fraction recompute device threads seed out
-    save_every keep resume metrics hang_timeout;
+    save_every keep resume metrics;
     data eval_data
 );
 

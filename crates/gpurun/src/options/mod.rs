@@ -154,8 +154,6 @@ pub struct TrainOptions {
     pub resume: Option<Resume>,
     /// File of metrics, one JSON object a line.
     pub metrics: Option<PathBuf>,
-    /// Seconds after which a rank that makes no progress counts as hung.
-    pub hang_timeout: f64,
     /// Where each value was written, for errors that are found later.
     #[serde(skip)]
     pub(crate) origins: error::Origins,

@@ -88,7 +88,6 @@ impl TrainArgs {
             keep: args.keep.unwrap_or(2),
             resume: args.resume.map(|r| if r == "auto" { Resume::Auto } else { Resume::From(r.into()) }),
             metrics: args.metrics,
-            hang_timeout: args.hang_timeout.unwrap_or(60.0),
             origins,
         };
         if let Length::Steps(steps) = options.length {
@@ -124,7 +123,6 @@ impl Check<'_> {
         self.positive("eps", a.eps, "such as 1e-8")?;
         self.positive("epochs", a.epochs, "such as 1")?;
         self.positive("loss-scale", a.loss_scale, "such as 65536")?;
-        self.positive("hang-timeout", a.hang_timeout, "of seconds, such as 60")?;
         self.not_negative("min-lr", a.min_lr)?;
         self.not_negative("weight-decay", a.weight_decay)?;
         self.not_negative("clip", a.clip)?;

@@ -90,7 +90,6 @@ fn every_option_is_taken_from_the_line_and_from_the_file_under_the_same_name() {
         ("keep", "5", "5"),
         ("resume", "auto", "\"auto\""),
         ("metrics", "m.jsonl", "\"m.jsonl\""),
-        ("hang-timeout", "2.5", "2.5"),
         ("dropout", "0", "0"),
     ];
     let command = Line::command();
@@ -119,7 +118,7 @@ fn every_option_is_taken_from_the_line_and_from_the_file_under_the_same_name() {
         "warmup": 3, "schedule": "wsd", "weight_decay": 0.0, "beta1": 0.8, "beta2": 0.99, "eps": 1e-9, "clip": 0.5,
         "dtype": "f16", "loss_scale": 1024.0, "zero": 2, "offload": "optimizer", "offload_via": "stream",
         "offload_fraction": 0.5, "recompute": "full", "device": "cpu", "threads": 2, "seed": 9, "out": "somewhere",
-        "save_every": 10, "keep": 5, "resume": "auto", "metrics": "m.jsonl", "hang_timeout": 2.5,
+        "save_every": 10, "keep": 5, "resume": "auto", "metrics": "m.jsonl",
     });
     for (name, value) in expected.as_object().unwrap() {
         assert_eq!(&json[name], value, "{name}");
@@ -170,7 +169,6 @@ fn numbers_out_of_range_are_named_with_the_way_out() {
             "--out x --save-every 0",
             "--save-every: 0 is too few; give at least 1, or leave it out to save every 500 steps",
         ),
-        ("--hang-timeout 0", "--hang-timeout: 0 is no positive number; give a number above 0 of seconds, such as 60"),
         ("--dtype fp16 --loss-scale 0", "--loss-scale: 0 is no positive number; give a number above 0 such as 65536"),
         (
             "--offload optimizer --offload-fraction 1.5",
@@ -473,7 +471,6 @@ fn every_option_is_either_shaping_or_known_not_to_be() {
         "keep",
         "resume",
         "metrics",
-        "hang_timeout",
     ];
     let json = serde_json::to_value(options("", "")).unwrap();
     let mut names: Vec<&str> = json.as_object().unwrap().keys().map(String::as_str).collect();
