@@ -1,15 +1,19 @@
-//! A job whose only collective is a barrier through the rendezvous store: the smallest program that takes part in the
+//! A job whose only collective is a barrier, through the rendezvous store or the shared memory: the smallest program that takes part in the
 //! launcher's protocol. The launcher's tests run it; a user may read it to see what a program of his own has to do.
 //!
-//! `barrier_job [--steps N] [--step-millis M] [--out DIR] [--fault RANK:STEP:WHAT]`, where WHAT is one of `panic`, `kill`,
+//! `barrier_job [--steps N] [--step-millis M] [--tokens T] [--over store|memory] [--out DIR] [--fault RANK:STEP:WHAT]`, where WHAT is one of `panic`, `kill`,
 //! `abort`, `stop`, `spin` (busy and getting nowhere), `exit:CODE` (without a word), `error:CODE` (with one), `leave`
 //! (ends well, too early).
 
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use gpurun::worker::{Phase, StepReport, WorkFailure, Worker, WorkerError};
+use gpurun_comm::{Communicator, Fabric, FabricOptions, HostCommunicator};
+use gpurun_device::CpuBackend;
+use gpurun_types::Rank;
 
 /// Words for the instructions of a step.
 const WORDS: [&str; 3] = ["forward h.0", "backward h.0", "all-reduce h.0"];
@@ -19,12 +23,21 @@ const FAULTY: u32 = 1;
 struct Options {
     steps: u64,
     step_time: Duration,
+    tokens: u64,
+    over_memory: bool,
     out: Option<PathBuf>,
     fault: Option<(u32, u64, String)>,
 }
 
 fn options() -> Result<Options, String> {
-    let mut options = Options { steps: 5, step_time: Duration::from_millis(1), out: None, fault: None };
+    let mut options = Options {
+        steps: 5,
+        step_time: Duration::from_millis(1),
+        tokens: 0,
+        over_memory: false,
+        out: None,
+        fault: None,
+    };
     let mut words = std::env::args().skip(1);
     while let Some(name) = words.next() {
         let value = words.next().ok_or_else(|| format!("{name} needs a value"))?;
@@ -32,6 +45,8 @@ fn options() -> Result<Options, String> {
         match name.as_str() {
             "--steps" => options.steps = number()?,
             "--step-millis" => options.step_time = Duration::from_millis(number()?),
+            "--tokens" => options.tokens = number()?,
+            "--over" => options.over_memory = value == "memory",
             "--out" => options.out = Some(value.into()),
             "--fault" => {
                 let parts: Vec<&str> = value.splitn(3, ':').collect();
@@ -66,6 +81,12 @@ fn main() -> ExitCode {
 fn work(worker: &Worker, options: &Options) -> Result<String, WorkFailure> {
     let reporter = worker.reporter();
     reporter.words(&WORDS.map(String::from), &[]);
+    for done in (0..=options.tokens).filter(|_| options.tokens > 0) {
+        reporter.phase(0, Phase::Tokenising);
+        reporter.task("tokenising", done, options.tokens);
+        std::thread::sleep(options.step_time);
+    }
+    let link = options.over_memory.then(|| communicator(worker)).transpose()?;
     // After a restart it goes on behind the step in which it failed, as from a checkpoint, and the fault is gone.
     let first = match (&options.fault, worker.restart()) {
         (Some((_, step, _)), 1..) => *step,
@@ -87,7 +108,10 @@ fn work(worker: &Worker, options: &Options) -> Result<String, WorkFailure> {
             }
         }
         reporter.waiting_in(2);
-        barrier(worker, &format!("step {step}"))?;
+        match &link {
+            Some(link) => link.barrier().map_err(|error| failure(error.to_string(), 4, error.is_secondary()))?,
+            None => barrier(worker, &format!("step {step}"))?,
+        }
         let seconds = begin.elapsed().as_secs_f64();
         reporter.step_done(&StepReport {
             step,
@@ -107,6 +131,17 @@ fn work(worker: &Worker, options: &Options) -> Result<String, WorkFailure> {
         }
     }
     Ok(format!("finished {} steps on {} ranks, start {}", options.steps, worker.world(), worker.restart()))
+}
+
+/// All ranks, over the memory that they share.
+fn communicator(worker: &Worker) -> Result<HostCommunicator, WorkFailure> {
+    let own = |problem: String| failure(problem, 4, false);
+    let memory = worker.shared_memory().ok_or_else(|| own("this rank shares no memory".to_owned()))?;
+    let (rank, world) = (Rank(worker.rank()), worker.world());
+    let fabric = Fabric::process(memory, rank, world, FabricOptions::default()).map_err(|e| own(e.to_string()))?;
+    let backend = CpuBackend::new(1).map_err(|e| own(e.to_string()))?;
+    let members: Vec<Rank> = (0..world).map(Rank).collect();
+    fabric.communicator(0, &members, Arc::new(backend)).map_err(|e| own(e.to_string()))
 }
 
 /// Ranks may hear of a stop in different steps; rank 0's word counts.

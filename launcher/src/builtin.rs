@@ -4,7 +4,6 @@ use std::ffi::OsString;
 
 /// Where a built-in program runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[allow(dead_code)]
 pub enum Place {
     /// In one worker process a rank.
     Workers,
@@ -13,7 +12,6 @@ pub enum Place {
 }
 
 /// How a built-in program is called.
-#[allow(dead_code)]
 #[derive(Debug)]
 pub struct Call {
     /// The arguments behind its name.
@@ -38,7 +36,32 @@ pub struct Builtin {
 }
 
 /// All of them, in the order of the help.
-pub const BUILTINS: &[Builtin] = &[];
+pub const BUILTINS: &[Builtin] = &[
+    Builtin {
+        name: "train",
+        about: "train a language model, one worker process per rank",
+        place: Place::Workers,
+        takes_nproc: true,
+        run: |call| {
+            let name = std::ffi::OsStr::new("train");
+            gpurun::train_main(name, call.arguments.iter().cloned(), &gpurun::builtin_model)
+        },
+    },
+    Builtin {
+        name: "plan",
+        about: "show what each rank of `train` would hold and send, without running it",
+        place: Place::Here,
+        takes_nproc: true,
+        run: |call| gpurun::plan_main(call.arguments.iter().cloned(), call.nproc.unwrap_or(1)),
+    },
+    Builtin {
+        name: "sample",
+        about: "print text from a trained model",
+        place: Place::Here,
+        takes_nproc: false,
+        run: |call| gpurun::sample_main(call.arguments.iter().cloned()),
+    },
+];
 
 /// The built-in of a name.
 pub fn find(name: &std::ffi::OsStr) -> Option<&'static Builtin> {

@@ -14,43 +14,64 @@ use crate::machine;
 
 /// Starts one worker process per rank, brings them together, and ends them together.
 #[derive(Parser, Debug)]
-#[command(name = "gpurun", version, max_term_width = 110)]
+#[command(name = "gpurun", version, next_line_help = true)]
 struct Options {
-    /// Workers to start on this machine: a number, `auto`, `gpu` or `cpu`. `auto` is one per GPU, or, where there is
-    /// none, one per two physical cores. Default: 1.
+    /// Workers to start on this machine: a number, `auto`, `gpu` or `cpu`.
+    /// `auto` is one per GPU or, where there is none, one per two physical
+    /// cores. Default: 1.
     #[arg(
         long,
         visible_alias = "nproc-per-node",
         env = "PET_NPROC_PER_NODE",
         value_name = "N|auto",
-        allow_negative_numbers = true
+        allow_negative_numbers = true,
+        verbatim_doc_comment
     )]
     nproc: Option<String>,
 
-    /// How often a job that failed is started again; a training job goes on from its last checkpoint.
-    #[arg(long, env = "PET_MAX_RESTARTS", value_name = "K", default_value_t = 0, allow_negative_numbers = true)]
+    /// How often a job that failed (exit 4 or 6) is started again; a training
+    /// job goes on from its last checkpoint.
+    #[arg(
+        long,
+        env = "PET_MAX_RESTARTS",
+        value_name = "K",
+        default_value_t = 0,
+        allow_negative_numbers = true,
+        verbatim_doc_comment
+    )]
     max_restarts: u32,
 
-    /// Folder for one log file per rank. Default: a temporary folder, which is removed when the job succeeds.
-    #[arg(long, env = "PET_LOG_DIR", value_name = "DIR")]
+    /// Folder for one log file per rank. Default: a temporary folder, removed
+    /// when the job succeeds.
+    #[arg(long, env = "PET_LOG_DIR", value_name = "DIR", verbatim_doc_comment)]
     log_dir: Option<PathBuf>,
 
-    /// Seconds without progress after which a rank counts as hung; 0 for never. A program that does not use the gpurun
-    /// library shows no progress: of it only a stopped process (SIGSTOP) is noticed.
-    #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds, allow_negative_numbers = true)]
+    /// Seconds without progress after which a rank counts as hung; 0 for never.
+    /// A program that does not use the gpurun library shows no progress: of it
+    /// only a stopped process (SIGSTOP) is noticed.
+    #[arg(
+        long,
+        value_name = "SECONDS",
+        default_value = "60",
+        value_parser = seconds,
+        allow_negative_numbers = true,
+        verbatim_doc_comment
+    )]
     hang_timeout: Duration,
 
-    /// Seconds between asking workers to end and killing them. A checkpoint that is being written is waited for.
-    /// Default: 30 after Ctrl-C or SIGTERM, 1 after a failure.
-    #[arg(long, value_name = "SECONDS", value_parser = seconds, allow_negative_numbers = true)]
+    /// Seconds between asking workers to end and killing them; a checkpoint that
+    /// is being written is waited for. Default: 30 after Ctrl-C or SIGTERM, 1
+    /// after a failure.
+    #[arg(long, value_name = "SECONDS", value_parser = seconds, allow_negative_numbers = true, verbatim_doc_comment)]
     grace: Option<Duration>,
 
     /// Print the workers' lines as they are, without `[rank N]`.
     #[arg(long)]
     no_prefix: bool,
 
-    /// A built-in program, or any executable, and its arguments.
-    #[arg(required = true, trailing_var_arg = true, value_name = "PROGRAM")]
+    /// A built-in program, or any executable, and its arguments. Workers read
+    /// nothing from standard input.
+    #[arg(required = true, trailing_var_arg = true, value_name = "PROGRAM", verbatim_doc_comment)]
     program: Vec<OsString>,
 }
 

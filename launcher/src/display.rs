@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use anyhow::Context;
-use gpurun::worker::progress::{PlainProgress, describe, figures};
+use gpurun::worker::progress::{LINE_EVERY, PlainProgress, TaskProgress, describe, describe_task, figures};
 use gpurun_wire::StepReport;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
@@ -31,6 +31,7 @@ enum Show {
     /// The permit holds back workers that write faster than the terminal reads.
     Output(u32, Stream, Vec<u8>, OwnedSemaphorePermit),
     Step(StepReport),
+    Task(String, u64, u64),
     Say(Stream, String),
     EndProgress,
     Close,
@@ -74,6 +75,11 @@ impl Display {
     /// Progress. Never waits.
     pub fn step(&self, report: StepReport) {
         self.show(Show::Step(report));
+    }
+
+    /// Progress of something long between steps. Never waits.
+    pub fn task(&self, what: String, done: u64, total: u64) {
+        self.show(Show::Task(what, done, total));
     }
 
     /// A line of the launcher itself. Never waits.
@@ -134,7 +140,10 @@ struct Terminal {
     terminal: [bool; 2],
     colour: bool,
     bar: Option<ProgressBar>,
+    /// The bar is that of a task, not that of the steps.
+    in_task: bool,
     plain: PlainProgress,
+    plain_task: TaskProgress,
     logs: Vec<Log>,
 }
 
@@ -142,7 +151,16 @@ impl Terminal {
     fn new(prefix: bool, logs: Vec<Log>) -> Self {
         let colour = std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
         let terminal = [std::io::stdout().is_terminal(), std::io::stderr().is_terminal()];
-        Self { prefix, terminal, colour, bar: None, plain: PlainProgress::default(), logs }
+        Self {
+            prefix,
+            terminal,
+            colour,
+            bar: None,
+            in_task: false,
+            plain: PlainProgress::default(),
+            plain_task: TaskProgress::new(LINE_EVERY),
+            logs,
+        }
     }
 
     fn run(mut self, mut shows: mpsc::UnboundedReceiver<Show>) {
@@ -150,12 +168,38 @@ impl Terminal {
             match show {
                 Show::Output(rank, stream, piece, _permit) => self.output(rank, stream, &piece),
                 Show::Step(report) => self.step(&report),
+                Show::Task(what, done, total) => self.task(&what, done, total),
                 Show::Say(stream, line) => self.write(stream, format!("{line}\n").as_bytes()),
                 Show::EndProgress => self.end_progress(),
                 Show::Close => break,
             }
         }
         self.end_progress();
+    }
+
+    fn task(&mut self, what: &str, done: u64, total: u64) {
+        let [out, err] = self.terminal;
+        if !(out && err) && self.plain_task.wants(done, total) {
+            self.write(Stream::Out, format!("{}\n", describe_task(what, done, total)).as_bytes());
+        }
+        if !err {
+            return;
+        }
+        // The bar of the steps comes back with the next step.
+        if done >= total {
+            if let Some(bar) = self.bar.take() {
+                bar.finish_and_clear();
+            }
+            return;
+        }
+        if !self.in_task {
+            self.end_progress();
+            self.in_task = true;
+        }
+        let bar = self.bar.get_or_insert_with(|| new_bar("{msg} [{bar:30}] {percent} %  ETA {eta}", 0, total));
+        bar.set_length(total);
+        bar.set_position(done);
+        bar.set_message(what.to_owned());
     }
 
     fn end_progress(&mut self) {
@@ -217,7 +261,15 @@ impl Terminal {
         if !err {
             return;
         }
-        let bar = self.bar.get_or_insert_with(|| new_bar(report));
+        if self.in_task {
+            self.end_progress();
+            self.in_task = false;
+        }
+        let bar = self.bar.get_or_insert_with(|| {
+            // A resumed run does not begin at 0, and its rate must not count the steps of an earlier one.
+            let before = report.step.saturating_sub(1);
+            new_bar("step {pos}/{len} [{bar:30}] {msg}  ETA {eta}", before, report.total_steps)
+        });
         bar.set_length(report.total_steps);
         bar.set_position(report.step);
         bar.set_message(figures(report));
@@ -229,14 +281,12 @@ impl Terminal {
     }
 }
 
-fn new_bar(report: &StepReport) -> ProgressBar {
-    let style = ProgressStyle::with_template("step {pos}/{len} [{bar:30}] {msg}  ETA {eta}")
-        .expect("the template is a constant")
-        .progress_chars("=> ");
-    // A resumed run does not begin at 0, and its rate must not count the steps of an earlier one.
-    let bar = ProgressBar::with_draw_target(Some(report.total_steps), ProgressDrawTarget::stderr());
+fn new_bar(template: &str, position: u64, total: u64) -> ProgressBar {
+    let style =
+        ProgressStyle::with_template(template).expect("templates are constants of this file").progress_chars("=> ");
+    let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr());
     bar.set_style(style);
-    bar.set_position(report.step.saturating_sub(1));
+    bar.set_position(position);
     bar.reset_eta();
     bar
 }

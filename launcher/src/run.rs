@@ -73,7 +73,14 @@ fn try_run(job: &Job) -> anyhow::Result<u8> {
         if thread.join().is_err() {
             eprintln!("gpurun: the display thread panicked; the logs in {} are cut short", logs.path().display());
         }
-        let verdict = outcome?;
+        let verdict = match outcome {
+            Ok(verdict) => verdict,
+            Err(error) => {
+                // The options were right; the machine did not do its part.
+                eprintln!("gpurun: {error:#}");
+                return Ok(4);
+            }
+        };
         logs.keep_if(verdict.exit_code != 0)?;
         Ok(verdict.exit_code)
     })
@@ -338,6 +345,8 @@ impl Attempt {
             ToLauncher::Failure(failure) => return Some(Event::Failed(gpurun_wire::Failure { rank, ..failure })),
             ToLauncher::Step(report) if rank == 0 => self.display.step(report),
             ToLauncher::Step(_) => {}
+            ToLauncher::Task { what, done, total } if rank == 0 => self.display.task(what, done, total),
+            ToLauncher::Task { .. } => {}
             ToLauncher::Saved { step, dir } if rank == 0 => {
                 self.display.say(Stream::Out, format!("checkpoint of step {step}: {dir}"));
             }

@@ -70,6 +70,28 @@ fn a_hung_rank_is_named_with_what_it_is_in() {
 }
 
 #[test]
+fn ranks_that_share_memory_notice_a_death_at_once() {
+    let _limit = testkit::time_limit(30);
+    let done = run(job(&["--nproc", "3"], &["--over", "memory", "--steps", "20"]));
+    assert_eq!((done.code, done.stderr.as_str()), (0, ""), "{done:?}");
+    let words = ["--over", "memory", "--steps", "6", "--fault", "1:3:kill"];
+    let done = run(job(&["--nproc", "3"], &words));
+    assert_eq!(done.code, 4, "{done:?}");
+    assert_eq!(done.cause(), format!("rank 1 was killed by SIGKILL {THERE}"), "{done:?}");
+    assert!(done.seconds < 2.0, "{done:?}");
+}
+
+#[test]
+fn long_tasks_show_their_progress() {
+    let _limit = testkit::time_limit(30);
+    let done = run(job(&["--nproc", "2"], &["--tokens", "50", "--steps", "1"]));
+    assert_eq!(done.code, 0, "{done:?}");
+    let lines: Vec<&str> = done.stdout.lines().take(3).collect();
+    assert_eq!(lines[..2], ["tokenising  0 %", "tokenising  100 %"], "{done:?}");
+    assert!(lines[2].starts_with("step 1/1"), "{done:?}");
+}
+
+#[test]
 fn a_wrong_option_is_said_once() {
     let _limit = testkit::time_limit(30);
     let done = run(job(&["--nproc", "3"], &["--stepz", "3"]));
@@ -179,9 +201,9 @@ fn manager(kind: &str) -> Box<dyn Fn(u32) -> Vec<(&'static str, String)>> {
 #[test]
 fn job_managers_need_no_launcher() {
     let _limit = testkit::time_limit(60);
-    for kind in ["slurm", "mpi", "kubernetes"] {
+    for (kind, over) in [("slurm", "store"), ("mpi", "memory"), ("kubernetes", "memory")] {
         let ranks: Vec<Done> =
-            unlaunched(3, &["--steps", "20"], manager(kind)).into_iter().map(Running::finish).collect();
+            unlaunched(3, &["--steps", "20", "--over", over], manager(kind)).into_iter().map(Running::finish).collect();
         assert!(ranks.iter().all(|done| done.code == 0), "{kind}: {ranks:?}");
         assert!(ranks[0].stdout.contains("step 20/20  loss 0.2500"), "{kind}: {ranks:?}");
         assert!(ranks[0].stdout.ends_with("finished 20 steps on 3 ranks, start 0\n"), "{kind}: {ranks:?}");

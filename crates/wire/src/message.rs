@@ -195,6 +195,15 @@ pub enum ToLauncher {
     },
     /// A step is done.
     Step(StepReport),
+    /// Something long before or between steps gets on.
+    Task {
+        /// What is being done, for example `tokenising a.txt`.
+        what: String,
+        /// How much of it is done.
+        done: u64,
+        /// How much there is; as much as is done when it is over.
+        total: u64,
+    },
     /// A checkpoint is complete.
     Saved {
         /// After which step.

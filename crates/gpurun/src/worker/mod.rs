@@ -23,6 +23,7 @@ pub use gpurun_wire::{Level, Phase, Position, StepReport};
 pub use place::{Place, PlaceError, Starter};
 pub use reporter::Reporter;
 
+use progress::{LINE_EVERY, TaskProgress};
 use reporter::{Inner, Track};
 use serve::Server;
 
@@ -36,6 +37,8 @@ const RETRY: Duration = Duration::from_millis(50);
 const OTHERS_END: Duration = Duration::from_secs(30);
 /// Time from an abort to the end of a process that no launcher would kill.
 const ABORT_LASTS: Duration = Duration::from_secs(10);
+/// Least time between two reports of a task to a launcher, which shows a bar.
+const TASK_EVERY: Duration = Duration::from_millis(100);
 /// Key of the shared memory, where no launcher hands it down.
 const MEMORY_KEY: &str = "gpurun/shared-memory";
 
@@ -177,6 +180,7 @@ impl Worker {
             launched,
             stop_signal: Arc::default(),
             plain: Mutex::default(),
+            tasks: Mutex::new(TaskProgress::new(if launched { TASK_EVERY } else { LINE_EVERY })),
         };
         let reporter = Reporter { inner: Arc::new(inner) };
         Ok(Self { place, reporter, memory, abort, server, restart, threads, hang_timeout })

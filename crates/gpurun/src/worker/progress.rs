@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use gpurun_wire::StepReport;
 
 /// Least time between two progress lines.
-const LINE_EVERY: Duration = Duration::from_secs(5);
+pub const LINE_EVERY: Duration = Duration::from_secs(5);
 /// Steps at the start that each get a line.
 const FIRST_STEPS: u64 = 3;
 
@@ -36,6 +36,39 @@ impl PlainProgress {
         }
         wanted
     }
+}
+
+/// Which reports of a task are shown: one now and then, and its end if its beginning was shown.
+#[derive(Debug)]
+pub struct TaskProgress {
+    every: Duration,
+    last: Option<Instant>,
+}
+
+impl TaskProgress {
+    /// At most one every so often.
+    #[must_use]
+    pub const fn new(every: Duration) -> Self {
+        Self { every, last: None }
+    }
+
+    /// True when this report is shown.
+    pub fn wants(&mut self, done: u64, total: u64) -> bool {
+        let due = self.last.is_none_or(|last| last.elapsed() >= self.every);
+        let over = done >= total;
+        if due || over {
+            // The next task begins with a report of its own.
+            self.last = if over { None } else { Some(Instant::now()) };
+        }
+        due || over
+    }
+}
+
+/// A task as one line: `tokenising a.txt  45 %`.
+#[must_use]
+pub fn describe_task(what: &str, done: u64, total: u64) -> String {
+    let percent = if total == 0 { 100.0 } else { done as f64 * 100.0 / total as f64 };
+    format!("{what}  {percent:.0} %")
 }
 
 /// A step as one line: `step 7/20  loss 2.5000  ...`.
@@ -92,6 +125,17 @@ mod tests {
             .filter(|step| plain.wants(&StepReport { step: *step, total_steps: 100, ..StepReport::default() }))
             .collect();
         assert_eq!(shown, [1, 2, 3, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100]);
+    }
+
+    #[test]
+    fn tasks_show_their_beginning_and_end() {
+        let _limit = testkit::time_limit(10);
+        let mut task = TaskProgress::new(Duration::from_secs(3600));
+        let shown: Vec<u64> = (0..=10).filter(|done| task.wants(*done, 10)).collect();
+        assert_eq!(shown, [0, 10]);
+        assert!(task.wants(0, 5), "the next task is shown at once");
+        assert_eq!(describe_task("tokenising a.txt", 1, 3), "tokenising a.txt  33 %");
+        assert_eq!(describe_task("nothing", 0, 0), "nothing  100 %");
     }
 
     #[test]

@@ -3,10 +3,11 @@
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::time::Duration;
 
 use gpurun_wire::{Beat, Failure, FailureKind, Level, Phase, Position, Slot, StepReport, StoreClient, ToLauncher};
 
-use super::progress::{PlainProgress, describe};
+use super::progress::{PlainProgress, TaskProgress, describe, describe_task};
 
 /// Where the worker is, and words for its instructions.
 #[derive(Default)]
@@ -52,6 +53,7 @@ pub(super) struct Inner {
     /// Signal that asked this process to stop, when there is no launcher; 0 for none.
     pub(super) stop_signal: Arc<AtomicUsize>,
     pub(super) plain: Mutex<PlainProgress>,
+    pub(super) tasks: Mutex<TaskProgress>,
 }
 
 impl Reporter {
@@ -97,6 +99,20 @@ impl Reporter {
             self.send(&ToLauncher::Step(report.clone()));
         } else if self.inner.plain.lock().unwrap_or_else(PoisonError::into_inner).wants(report) {
             print(&describe(report));
+        }
+    }
+
+    /// Something long before or between steps gets on, such as tokenising: `done` of `total`, in any unit. Rank 0's report is
+    /// shown, as often as a reader can follow.
+    pub fn task(&self, what: &str, done: u64, total: u64) {
+        self.progressed();
+        if self.inner.rank != 0 || !self.inner.tasks.lock().unwrap_or_else(PoisonError::into_inner).wants(done, total) {
+            return;
+        }
+        if self.inner.launched {
+            self.send(&ToLauncher::Task { what: what.to_owned(), done, total });
+        } else {
+            print(&describe_task(what, done, total));
         }
     }
 
@@ -182,6 +198,7 @@ mod tests {
             launched: false,
             stop_signal: Arc::default(),
             plain: Mutex::default(),
+            tasks: Mutex::new(TaskProgress::new(Duration::ZERO)),
         };
         Reporter { inner: Arc::new(inner) }
     }
