@@ -1,6 +1,6 @@
 //! The programs inside this executable.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 
 /// Where a built-in program runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,7 +64,7 @@ pub const BUILTINS: &[Builtin] = &[
 ];
 
 /// The built-in of a name.
-pub fn find(name: &std::ffi::OsStr) -> Option<&'static Builtin> {
+pub fn find(name: &OsStr) -> Option<&'static Builtin> {
     BUILTINS.iter().find(|builtin| name == builtin.name)
 }
 

@@ -136,8 +136,10 @@ pub fn parse(arguments: Vec<OsString>) -> anyhow::Result<Request> {
     let name = words.next().context("name a PROGRAM to run")?;
     let arguments: Vec<OsString> = words.collect();
     let builtin = builtin::find(&name);
+    // A worker's help would come from every rank.
+    let wants_help = || arguments.iter().any(|word| word == "--help" || word == "-h");
     if let Some(builtin) = builtin
-        && (builtin.place == Place::Here || options.nproc.is_none() && is_worker())
+        && (builtin.place == Place::Here || wants_help() || options.nproc.is_none() && is_worker())
     {
         if !builtin.takes_nproc && options.nproc.is_some() {
             bail!("--nproc means nothing to `{0}`, which runs in one process; write `gpurun {0}`", builtin.name);
@@ -189,7 +191,7 @@ fn builtins_help() -> String {
     if !builtin::BUILTINS.is_empty() {
         text.push_str("\nBuilt-in programs:\n");
         for builtin in builtin::BUILTINS {
-            text.push_str(&format!("  {:<10} {}\n", builtin.name, builtin.about));
+            text.push_str(&format!("  {:<9} {}\n", builtin.name, builtin.about));
         }
         text.push_str("`gpurun PROGRAM --help` shows a program's options.\n");
     }

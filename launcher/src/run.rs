@@ -352,9 +352,11 @@ impl Attempt {
             }
             ToLauncher::Saved { .. } => {}
             ToLauncher::Line { level, text } => {
-                let who = if self.world > 1 { format!("[rank {rank}] ") } else { String::new() };
-                let weight = if level == Level::Warning { "warning" } else { "note" };
-                self.display.say(Stream::Err, format!("{who}{weight}: {text}"));
+                let who = if rank > 0 { format!("[rank {rank}] ") } else { String::new() };
+                match level {
+                    Level::Note => self.display.say(Stream::Out, format!("{who}{text}")),
+                    Level::Warning => self.display.say(Stream::Err, format!("{who}warning: {text}")),
+                }
             }
             ToLauncher::Finished { summary } if rank == 0 => {
                 self.display.end_progress();

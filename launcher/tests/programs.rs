@@ -60,6 +60,8 @@ fn mistakes_are_one_line_and_exit_2() {
         (&["--nproc", "0", "true"][..], "at least 1"),
         (&["--nproc", "x", "true"], "auto"),
         (&["no-such-program-anywhere"], "no program no-such-program-anywhere"),
+        (&["trian"], "did you mean `train`?"),
+        (&["--nproc", "2", "sample"], "--nproc means nothing to `sample`"),
         (&["./no-such-file"], "cannot run ./no-such-file"),
         (&["--nprok", "2", "true"], "'--nproc'"),
         (&[], "PROGRAM"),
@@ -70,6 +72,18 @@ fn mistakes_are_one_line_and_exit_2() {
         assert_eq!(done.stderr.lines().count(), 1, "{words:?}: {done:?}");
         assert!(done.cause().contains(said), "{words:?}: {done:?}");
     }
+}
+
+#[test]
+fn help_comes_once() {
+    let _limit = testkit::time_limit(30);
+    let done = run(gpurun(&["--help"]));
+    assert_eq!(done.code, 0);
+    assert!(done.stdout.contains("--nproc") && done.stdout.contains("  train  "), "{done:?}");
+    let done = run(gpurun(&["--nproc", "2", "train", "--help"]));
+    assert_eq!((done.code, done.stdout.matches("Usage:").count()), (0, 1), "{done:?}");
+    assert!(!done.stdout.contains("[rank"), "{done:?}");
+    assert!(run(gpurun(&["--version"])).stdout.starts_with("gpurun "));
 }
 
 #[test]

@@ -3,7 +3,6 @@
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
-use std::time::Duration;
 
 use gpurun_wire::{Beat, Failure, FailureKind, Level, Phase, Position, Slot, StepReport, StoreClient, ToLauncher};
 
@@ -126,13 +125,14 @@ impl Reporter {
         }
     }
 
-    /// A line for the user.
+    /// A line for the user: a note goes to standard output, a warning to standard error.
     pub fn line(&self, level: Level, text: &str) {
         if self.inner.launched {
             self.send(&ToLauncher::Line { level, text: text.to_owned() });
+        } else if level == Level::Warning {
+            eprintln!("warning: {text}");
         } else {
-            let weight = if level == Level::Warning { "warning" } else { "note" };
-            eprintln!("{weight}: {text}");
+            print(text);
         }
     }
 
@@ -198,7 +198,7 @@ mod tests {
             launched: false,
             stop_signal: Arc::default(),
             plain: Mutex::default(),
-            tasks: Mutex::new(TaskProgress::new(Duration::ZERO)),
+            tasks: Mutex::new(TaskProgress::new(std::time::Duration::ZERO)),
         };
         Reporter { inner: Arc::new(inner) }
     }
