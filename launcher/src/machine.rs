@@ -43,6 +43,12 @@ pub fn threads_per_worker(workers: u32) -> u32 {
     (threads / workers).max(1)
 }
 
+/// Processes that the kernel has killed for lack of memory since the machine started; `None` where it does not tell.
+pub fn out_of_memory_kills() -> Option<u64> {
+    let counters = std::fs::read_to_string("/proc/vmstat").ok()?;
+    counters.lines().find_map(|line| line.strip_prefix("oom_kill "))?.trim().parse().ok()
+}
+
 /// Physical cores that this process may run on (affinity and control-group quota counted).
 fn physical_cores() -> u32 {
     let allowed = std::thread::available_parallelism().map_or(1, |count| count.get() as u32);

@@ -19,7 +19,7 @@ use crate::display::{Display, Stream};
 use crate::rank::{Group, Guard, Inherited};
 use crate::server::Outgoing;
 use crate::supervise::{Action, Cause, Event, Interrupt, Options, State, Status, Verdict, decide};
-use crate::{environment, rank, report, server};
+use crate::{environment, machine, rank, report, server};
 
 /// Time between two looks at the clock.
 const TICK: Duration = Duration::from_millis(100);
@@ -62,10 +62,12 @@ fn try_run(job: &Job) -> anyhow::Result<u8> {
     let logs = Logs::new(job.log_dir.as_deref())?;
     runtime.block_on(async {
         let (display, thread) = Display::start(job.nproc, logs.path(), job.prefix)?;
+        let before = machine::out_of_memory_kills();
         let outcome = run_attempts(job, &display).await;
+        let out_of_memory = machine::out_of_memory_kills() > before;
         if let Ok(verdict) = &outcome {
             display.end_progress();
-            for line in report::of(verdict, logs.path()) {
+            for line in report::of(verdict, logs.path(), out_of_memory) {
                 display.say(Stream::Err, line);
             }
         }

@@ -46,7 +46,8 @@ pub fn gpurun(words: &[&str]) -> Command {
     for name in ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "NO_COLOR"] {
         command.env_remove(name);
     }
-    command.args(words);
+    // Logs of jobs that fail on purpose stay in the build folder.
+    command.env("TMPDIR", env!("CARGO_TARGET_TMPDIR")).args(words);
     command
 }
 
