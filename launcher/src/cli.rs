@@ -139,7 +139,7 @@ pub fn parse(arguments: Vec<OsString>) -> anyhow::Result<Request> {
     // A worker's help would come from every rank.
     let wants_help = || arguments.iter().any(|word| word == "--help" || word == "-h");
     if let Some(builtin) = builtin
-        && (builtin.place == Place::Here || wants_help() || options.nproc.is_none() && is_worker())
+        && (builtin.place == Place::Here || wants_help() || options.nproc.is_none() && is_worker()?)
     {
         if !builtin.takes_nproc && options.nproc.is_some() {
             bail!("--nproc means nothing to `{0}`, which runs in one process; write `gpurun {0}`", builtin.name);
@@ -199,8 +199,10 @@ fn builtins_help() -> String {
 }
 
 /// True when a launcher or a job manager has started this process as one rank of several.
-fn is_worker() -> bool {
-    std::env::var_os("GPURUN_WORKER").is_some() || gpurun::worker::Place::from_env().is_ok_and(|place| place.world > 1)
+fn is_worker() -> anyhow::Result<bool> {
+    let place = gpurun::worker::Place::from_env();
+    let place = place.context("this looks like one rank of several (give --nproc to start ranks here instead)")?;
+    Ok(place.world > 1 || std::env::var_os("GPURUN_WORKER").is_some())
 }
 
 /// `PET_NNODES` and `PET_NODE_RANK`, as Kubernetes training jobs set them, may say only that there is one machine.

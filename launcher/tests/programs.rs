@@ -75,6 +75,16 @@ fn mistakes_are_one_line_and_exit_2() {
 }
 
 #[test]
+fn half_a_place_is_no_place() {
+    let _limit = testkit::time_limit(30);
+    let mut command = gpurun(&["train"]);
+    command.env("RANK", "1");
+    let done = run(command);
+    assert_eq!(done.code, 2, "{done:?}");
+    assert!(done.cause().contains("RANK is set, but WORLD_SIZE is not"), "{done:?}");
+}
+
+#[test]
 fn help_comes_once() {
     let _limit = testkit::time_limit(30);
     let done = run(gpurun(&["--help"]));

@@ -20,8 +20,9 @@ const SETTLE: Duration = Duration::from_millis(300);
 const ABORT_BEFORE_TERM: Duration = Duration::from_millis(400);
 /// A pause between ticks beyond this means that the launcher itself did not run.
 const LAUNCHER_PAUSED: Duration = Duration::from_secs(2);
-/// Before the first step a rank may take this many times the hang timeout between two signs of progress.
-const PATIENCE_AT_START: u32 = 5;
+/// Before its first step and after its last one a rank may take this many times the hang timeout between two signs of
+/// progress: libraries and drivers are slow to start and to end.
+const PATIENCE_AT_ENDS: u32 = 5;
 /// A process that lives this long after SIGKILL is stuck in the kernel, and not waited for.
 const STUCK: Duration = Duration::from_secs(10);
 /// Used where a limit for a checkpoint's progress is needed and hang detection is off.
@@ -416,11 +417,14 @@ fn culprit(state: &State, now: Duration, accuser: Option<u32>) -> Option<Hang> {
     let hang = |rank: u32, since: Duration, stopped| {
         Some(Hang { at: now, rank, stopped, silent_for: now.saturating_sub(since) })
     };
-    let left = || (0u32..).zip(&state.ranks).filter(|(_, r)| r.alive() && r.position.phase != Phase::Done);
+    let left = || (0u32..).zip(&state.ranks).filter(|(_, r)| r.alive());
     let attached: Vec<(u32, &RankState)> = left().filter(|(_, r)| r.attached).collect();
     let stalled = |r: &RankState| {
-        let patience = if r.position.phase == Phase::Starting { timeout * PATIENCE_AT_START } else { timeout };
-        now.saturating_sub(r.beat_at) >= timeout || now.saturating_sub(r.moved_at) >= patience
+        let slow = matches!(r.position.phase, Phase::Starting | Phase::Done);
+        let patience = if slow { timeout * PATIENCE_AT_ENDS } else { timeout };
+        // A process that is ending has closed its connection.
+        let silent = r.position.phase != Phase::Done && now.saturating_sub(r.beat_at) >= timeout;
+        silent || now.saturating_sub(r.moved_at) >= patience
     };
     // A stopped process holds up everybody who waits for it, whoever runs out of patience first.
     let somebody_waits = accuser.is_some() || attached.iter().any(|(_, r)| stalled(r));
@@ -432,7 +436,8 @@ fn culprit(state: &State, now: Duration, accuser: Option<u32>) -> Option<Hang> {
     }
     let suspects =
         || attached.iter().filter(|(rank, r)| accuser.map_or_else(|| stalled(r), |accuser| accuser != *rank));
-    let silent_since = |r: &RankState| r.moved_at.min(r.beat_at);
+    let silent_since =
+        |r: &RankState| if r.position.phase == Phase::Done { r.moved_at } else { r.moved_at.min(r.beat_at) };
     if let Some((rank, r)) = suspects().filter(|(_, r)| !r.position.waiting).min_by_key(|(_, r)| silent_since(r)) {
         return hang(*rank, silent_since(r), false);
     }

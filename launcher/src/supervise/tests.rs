@@ -314,6 +314,18 @@ fn the_rank_that_does_not_wait_holds_the_others_up() {
 }
 
 #[test]
+fn a_rank_that_does_not_end_after_its_work_hangs() {
+    let _limit = testkit::time_limit(10);
+    let mut job = Job::attached(2);
+    job.exit(0, Status::Code(0));
+    job.event(at(1, Position { phase: Phase::Done, step: 9, ..Position::default() }, 1));
+    assert_eq!(job.pass(290_000, &[]).len(), 0, "silence is no fault of a process that is ending");
+    assert!(!job.pass(11_000, &[]).is_empty());
+    let verdict = job.verdict(died(KILL));
+    assert_eq!(verdict.cause.unwrap().to_string(), "rank 1 has not moved for 300 s after its last step");
+}
+
+#[test]
 fn a_rank_that_gets_on_excuses_those_who_wait() {
     let _limit = testkit::time_limit(10);
     let (mut job, beats) = held_up();

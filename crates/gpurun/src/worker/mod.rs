@@ -1,7 +1,8 @@
 //! The worker's side of a job: which rank it is, how it meets the others, and what it tells the launcher.
 //!
 //! A program calls [`Worker::from_env`] and then [`Worker::run`]. Under the `gpurun` launcher, the launcher serves the
-//! store and shows what is reported. Under Slurm, Open MPI, a Kubernetes training job, or anything that sets `RANK` and
+//! store, shows what is reported, and expects progress: a rank whose [`Reporter`] says nothing for the hang timeout (five times
+//! that before its first step) counts as hung. Under Slurm, Open MPI, a Kubernetes training job, or anything that sets `RANK` and
 //! `WORLD_SIZE`, rank 0 serves the store and prints. With neither, the process is the only rank.
 
 mod place;
