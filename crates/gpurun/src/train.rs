@@ -390,6 +390,9 @@ impl Job<'_> {
     /// parameters no rank could do it alone.
     fn show_sample(&self, step: u64) -> Result<(), TrainError> {
         const TOKENS: usize = 120;
+        if !self.dataset.speaks_tokenizer() {
+            return Ok(());
+        }
         let shape = self.session.shape();
         let tokenizer = self.dataset.tokenizer();
         let mut sampler = gpurun_engine::Sampler::new(0.8, Some(40), self.options.seed);
