@@ -161,7 +161,11 @@ pub trait Backend: ScratchSizes {
     /// Fused cross-entropy; see [`CrossEntropy`].
     fn cross_entropy(&self, lane: Lane, args: CrossEntropy) -> Result;
 
-    /// `partial[0] = sum_i src[i]^2` in fp64, in an order that depends only on the length; `src` fp32, `partial` fp64.
+    /// `partial[0] = sum_i src[i]^2` in fp64; `src` fp32, `partial` fp64.
+    ///
+    /// The order is the same on every backend. Runs of 4096 elements (the last may be shorter) are summed by themselves:
+    /// within a run, eight sums `s` take the elements in turn (element `i` goes to `s[i % 8]`), and the run's sum is
+    /// `((s0 + s4) + (s2 + s6)) + ((s1 + s5) + (s3 + s7))`. The sums of the runs are added in order, starting from zero.
     fn norm_partial(&self, lane: Lane, src: View, partial: View) -> Result;
 
     /// The global decisions of a step; see [`StepScalars`].

@@ -10,6 +10,8 @@
 mod backend;
 mod cpu;
 mod ops;
+#[cfg(feature = "suite")]
+pub mod suite;
 
 pub use backend::{Backend, DeviceError, Mark, ScratchSizes};
 pub use cpu::{CpuBackend, CpuSizes};

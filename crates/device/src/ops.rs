@@ -317,9 +317,10 @@ pub struct StepScalars {
     pub scaling: Option<LossScaling>,
 }
 
-/// AdamW (Loshchilov & Hutter 2019) over one contiguous run; nothing happens when `ScalarSlot::Skip` is 1.
+/// AdamW (Loshchilov & Hutter 2019) over one contiguous run. When `ScalarSlot::Skip` is 1, `master`, `m` and `v` stay as they
+/// are; `weight` is written all the same, because it may never have been written before (the first step may be a skipped one).
 ///
-/// With `g = grad * GradFactor`: `m = beta1*m + (1-beta1)*g`, `v = beta2*v + (1-beta2)*g*g`,
+/// With `g = grad * GradFactor`: `m = beta1*m + (1-beta1)*g`, `v = beta2*v + (1-beta2)*(g*g)`,
 /// `w = w - lr * (m / c1 / (sqrt(v) / c2 + eps) + weight_decay * w)`. Every operation is rounded to fp32 by itself (no
 /// contraction), so host and device give the same bits. Order: `u = (m / c1) / (sqrt(v) / c2 + eps)`,
 /// `w = w - lr * (u + weight_decay * w)`.

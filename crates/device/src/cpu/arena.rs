@@ -25,8 +25,11 @@ unsafe impl Sync for Arena {}
 
 impl Arena {
     pub(super) fn new(place: Place, bytes: Bytes) -> Result<Self> {
-        let failed =
-            |e: rustix::io::Errno| DeviceError::OutOfMemory { place, bytes, reason: std::io::Error::from(e).to_string() };
+        let failed = |e: rustix::io::Errno| DeviceError::OutOfMemory {
+            place,
+            bytes,
+            reason: std::io::Error::from(e).to_string(),
+        };
         if bytes.0 == 0 {
             return Ok(Self { start: NonNull::<u64>::dangling().cast(), bytes: 0, place });
         }

@@ -83,8 +83,9 @@ impl CpuBackend {
         if width == 0 || seq == 0 || !tokens.len.is_multiple_of(seq) || !args.table.len.is_multiple_of(width) {
             return Err(shape(op, format!("{} tokens, sequences of {seq}, width {width}", tokens.len)));
         }
-        if args.positions.is_some_and(|p| p.len < seq * width) {
-            return Err(shape(op, format!("positions has too few rows for sequences of {seq}")));
+        if let Some(p) = args.positions.filter(|p| p.len < seq * width || !p.len.is_multiple_of(width)) {
+            let wanted = format!("at least {seq} rows of {width}");
+            return Err(shape(op, format!("positions has {} elements, {wanted} are needed", p.len)));
         }
         let vocabulary = args.table.len / width;
         match self.read::<i32>(tokens).iter().position(|t| *t < 0 || *t as usize >= vocabulary) {

@@ -5,6 +5,7 @@
 
 mod arena;
 mod attention;
+mod backend;
 mod element;
 mod embedding;
 mod kernels;
@@ -17,12 +18,9 @@ mod pointwise;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError, RwLock};
 
-use gpurun_types::{ArenaId, Bytes, DType, Lane, Place, View};
+use gpurun_types::{Bytes, DType, View};
 
-use crate::{
-    AdamW, Attention, AttentionBackward, AttentionShape, Backend, CrossEntropy, DeviceError, Embedding, Mark, Matmul,
-    NormBackward, NormForward, Rope, ScratchSizes, StepScalars,
-};
+use crate::{AttentionShape, DeviceError, ScratchSizes};
 use arena::Arena;
 
 pub(crate) type Result<T = ()> = std::result::Result<T, DeviceError>;
@@ -91,6 +89,27 @@ impl CpuBackend {
         Spare { backend: self, buffer }
     }
 
+    /// Checks that views lie within their arenas, aligned to their elements.
+    fn check(&self, operation: &'static str, views: impl IntoIterator<Item = View>) -> Result {
+        let arenas = self.arenas.read().unwrap_or_else(PoisonError::into_inner);
+        for view in views {
+            let Some(arena) = arenas.get(view.arena.0 as usize) else {
+                return Err(shape(operation, format!("there is no arena {}", view.arena.0)));
+            };
+            let View { offset, len, dtype, .. } = view;
+            let end = (len as u64).checked_mul(dtype.size() as u64).and_then(|bytes| bytes.checked_add(offset));
+            if end.is_none_or(|end| end > arena.bytes()) {
+                let room = Bytes(arena.bytes());
+                return Err(shape(operation, format!("{len} {dtype} at byte {offset} leave their arena of {room}")));
+            }
+            if !offset.is_multiple_of(dtype.size() as u64) {
+                return Err(shape(operation, format!("{dtype} at byte {offset} are not aligned to their size")));
+            }
+        }
+        Ok(())
+    }
+
+    /// The address of a view; `check` has been passed, or this panics.
     fn pointer(&self, view: View) -> *mut u8 {
         let arenas = self.arenas.read().unwrap_or_else(PoisonError::into_inner);
         let arena = &arenas[view.arena.0 as usize];
@@ -115,6 +134,12 @@ impl CpuBackend {
         // SAFETY: as in `read`, and the plan's verifier proves that nobody else touches these bytes while this operation
         // runs. Operations whose arguments may name one view twice (dx over dy) never hold two slices of it at once.
         unsafe { std::slice::from_raw_parts_mut(self.pointer(view).cast(), view.len) }
+    }
+
+    /// The elements of a view that pieces of work take disjoint parts of. Unlike `write`, this makes no slice of the whole.
+    fn shared<T: element::Stored>(&self, view: View) -> Shared<T> {
+        assert_eq!(view.dtype, T::DTYPE);
+        Shared(self.pointer(view).cast(), view.len)
     }
 }
 
@@ -211,144 +236,5 @@ impl ScratchSizes for CpuBackend {
 
     fn attention_scratch(&self, shape: AttentionShape, dtype: DType) -> Bytes {
         CpuSizes.attention_scratch(shape, dtype)
-    }
-}
-
-impl Backend for CpuBackend {
-    fn name(&self) -> String {
-        let plural = if self.threads == 1 { "" } else { "s" };
-        format!("cpu ({} thread{plural})", self.threads)
-    }
-
-    fn is_asynchronous(&self) -> bool {
-        false
-    }
-
-    fn allocate(&self, place: Place, bytes: Bytes) -> Result<ArenaId> {
-        let arena = Arena::new(place, bytes)?;
-        let mut arenas = self.arenas.write().unwrap_or_else(PoisonError::into_inner);
-        arenas.push(arena);
-        Ok(ArenaId(arenas.len() as u32 - 1))
-    }
-
-    fn allocated(&self, place: Place) -> Bytes {
-        let arenas = self.arenas.read().unwrap_or_else(PoisonError::into_inner);
-        arenas.iter().filter(|a| a.place() == place).map(|a| Bytes(a.bytes())).sum()
-    }
-
-    fn upload(&self, src: &[u8], dst: View) -> Result {
-        if src.len() as u64 != dst.bytes() {
-            return Err(shape("upload", format!("{} bytes into a view of {}", src.len(), dst.bytes())));
-        }
-        self.bytes_of(dst).copy_from_slice(src);
-        Ok(())
-    }
-
-    fn download(&self, src: View, dst: &mut [u8]) -> Result {
-        if dst.len() as u64 != src.bytes() {
-            return Err(shape("download", format!("a view of {} bytes into {}", src.bytes(), dst.len())));
-        }
-        dst.copy_from_slice(self.bytes_of(src));
-        Ok(())
-    }
-
-    fn host_pointer(&self, view: View) -> Option<*mut u8> {
-        Some(self.pointer(view))
-    }
-
-    fn record(&self, lane: Lane) -> Result<Mark> {
-        Ok(Mark { lane, number: 0 })
-    }
-
-    fn wait(&self, _lane: Lane, _mark: Mark) -> Result {
-        Ok(())
-    }
-
-    fn synchronize(&self, _lane: Lane) -> Result {
-        Ok(())
-    }
-
-    fn fill(&self, _lane: Lane, dst: View, value: f32) -> Result {
-        self.fill_op(dst, value)
-    }
-
-    fn copy(&self, _lane: Lane, src: View, dst: View) -> Result {
-        self.copy_op(src, dst)
-    }
-
-    fn cast(&self, _lane: Lane, src: View, dst: View) -> Result {
-        self.cast_op(src, dst)
-    }
-
-    fn add_assign(&self, _lane: Lane, src: View, dst: View) -> Result {
-        self.add_assign_op(src, dst)
-    }
-
-    fn matmul(&self, _lane: Lane, args: Matmul) -> Result {
-        self.matmul_op(&args)
-    }
-
-    fn bias_grad(&self, _lane: Lane, dy: View, grad: View, rows: usize, columns: usize) -> Result {
-        self.bias_grad_op(dy, grad, rows, columns)
-    }
-
-    fn embedding_forward(&self, _lane: Lane, args: Embedding, y: View) -> Result {
-        self.embedding_forward_op(&args, y)
-    }
-
-    fn embedding_backward(&self, _lane: Lane, args: Embedding, dy: View) -> Result {
-        self.embedding_backward_op(&args, dy)
-    }
-
-    fn norm_forward(&self, _lane: Lane, args: NormForward) -> Result {
-        self.norm_forward_op(&args)
-    }
-
-    fn norm_backward(&self, _lane: Lane, args: NormBackward) -> Result {
-        self.norm_backward_op(&args)
-    }
-
-    fn rope(&self, _lane: Lane, args: Rope) -> Result {
-        self.rope_op(&args)
-    }
-
-    fn attention_forward(&self, _lane: Lane, args: Attention) -> Result {
-        self.attention_forward_op(&args)
-    }
-
-    fn attention_backward(&self, _lane: Lane, args: AttentionBackward) -> Result {
-        self.attention_backward_op(&args)
-    }
-
-    fn gelu_forward(&self, _lane: Lane, x: View, y: View) -> Result {
-        self.gelu_forward_op(x, y)
-    }
-
-    fn gelu_backward(&self, _lane: Lane, x: View, dy: View, dx: View) -> Result {
-        self.gelu_backward_op(x, dy, dx)
-    }
-
-    fn swiglu_forward(&self, _lane: Lane, x: View, y: View, rows: usize, width: usize) -> Result {
-        self.swiglu_forward_op(x, y, rows, width)
-    }
-
-    fn swiglu_backward(&self, _lane: Lane, x: View, dy: View, dx: View, rows: usize, width: usize) -> Result {
-        self.swiglu_backward_op(x, dy, dx, rows, width)
-    }
-
-    fn cross_entropy(&self, _lane: Lane, args: CrossEntropy) -> Result {
-        self.cross_entropy_op(&args)
-    }
-
-    fn norm_partial(&self, _lane: Lane, src: View, partial: View) -> Result {
-        self.norm_partial_op(src, partial)
-    }
-
-    fn step_scalars(&self, _lane: Lane, args: StepScalars) -> Result {
-        self.step_scalars_op(&args)
-    }
-
-    fn adamw(&self, _lane: Lane, args: AdamW) -> Result {
-        self.adamw_op(&args)
     }
 }

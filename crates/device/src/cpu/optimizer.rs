@@ -4,11 +4,13 @@ use gpurun_types::{DType, View};
 use multiversion::multiversion;
 
 use super::element::{Float, by_float};
-use super::{CpuBackend, Result, Shared, is, kernels, shape};
+use super::{CpuBackend, Result, Shared, float, is, kernels, length, shape};
 use crate::{AdamW, ScalarSlot, StepScalars};
 
 /// Elements whose squares are summed in one run; runs are added in order.
 pub(crate) const NORM_RUN: usize = 4096;
+/// Elements of which gradient, state and new weights are worked on while they are in the first-level cache.
+const BLOCK: usize = 1024;
 
 impl CpuBackend {
     pub(super) fn norm_partial_op(&self, src: View, partial: View) -> Result {
@@ -24,7 +26,7 @@ impl CpuBackend {
                 shared.part(first + i..first + i + 1)[0] = kernels::square_sum(run);
             }
         });
-        self.write::<f64>(partial)[0] = sums.iter().sum();
+        self.write::<f64>(partial)[0] = sums.iter().fold(0.0, |total, sum| total + sum);
         Ok(())
     }
 
@@ -45,36 +47,48 @@ impl CpuBackend {
     pub(super) fn adamw_op(&self, args: &AdamW) -> Result {
         const OP: &str = "adamw";
         let len = args.master.len;
-        for (name, view) in [("master", args.master), ("m", args.m), ("v", args.v), ("grad", args.grad)] {
-            is(OP, name, view, DType::F32, len)?;
+        is(OP, "master", args.master, DType::F32, len)?;
+        for (name, view) in [("m", args.m), ("v", args.v)] {
+            if view.dtype != DType::F32 {
+                return Err(shape(OP, format!("{name} is {}; the CPU keeps moments in fp32", view.dtype)));
+            }
+            length(OP, name, view, len)?;
         }
+        float(OP, "grad", args.grad)?;
+        length(OP, "grad", args.grad, len)?;
         is(OP, "scalars", args.scalars, DType::F32, ScalarSlot::COUNT)?;
         if let Some(weight) = args.weight {
-            super::float(OP, "weight", weight)?;
-            super::length(OP, "weight", weight, len)?;
+            float(OP, "weight", weight)?;
+            length(OP, "weight", weight, len)?;
         }
-        let scalars = self.read::<f32>(args.scalars);
-        if scalars[ScalarSlot::Skip as usize] == 1.0 {
-            return Ok(());
-        }
-        let step = AdamStep::new(args, scalars);
-        let grad = self.read::<f32>(args.grad);
-        let master = Shared::new(self.write::<f32>(args.master));
-        let (m, v) = (Shared::new(self.write::<f32>(args.m)), Shared::new(self.write::<f32>(args.v)));
-        match args.weight {
-            None => self.pieces(len, super::GRAIN, |r| {
-                adam(step, &grad[r.clone()], master.part(r.clone()), m.part(r.clone()), v.part(r));
-            }),
-            Some(weight) => by_float!(weight, T => {
-                let weight = Shared::new(self.write::<T>(weight));
-                self.pieces(len, super::GRAIN, |r| {
-                    let master = master.part(r.clone());
-                    adam(step, &grad[r.clone()], master, m.part(r.clone()), v.part(r.clone()));
-                    T::store(master, weight.part(r));
-                });
-            }),
-        }
+        by_float!(args.grad, G => match args.weight {
+            None => self.adamw_run::<G, f32>(args, None),
+            Some(weight) => by_float!(weight, W => self.adamw_run::<G, W>(args, Some(self.shared(weight)))),
+        });
         Ok(())
+    }
+
+    fn adamw_run<G: Float, W: Float>(&self, args: &AdamW, weight: Option<Shared<W>>) {
+        let scalars = self.read::<f32>(args.scalars);
+        // A skipped step leaves the state as it is, but the weight may never have been written before.
+        let step = (scalars[ScalarSlot::Skip as usize] != 1.0).then(|| AdamStep::new(args, scalars));
+        let grad = self.read::<G>(args.grad);
+        let [master, m, v] = [args.master, args.m, args.v].map(|view| self.shared::<f32>(view));
+        self.pieces(args.master.len, super::GRAIN, |piece| {
+            let mut wide = [0.0; BLOCK];
+            for start in piece.clone().step_by(BLOCK) {
+                let r = start..(start + BLOCK).min(piece.end);
+                let (grad, wide) = (&grad[r.clone()], &mut wide[..r.len()]);
+                let master = master.part(r.clone());
+                if let Some(step) = step {
+                    G::load(grad, wide);
+                    adam(step, wide, master, m.part(r.clone()), v.part(r.clone()));
+                }
+                if let Some(weight) = &weight {
+                    W::store(master, weight.part(r));
+                }
+            }
+        });
     }
 }
 

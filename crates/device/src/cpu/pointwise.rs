@@ -226,8 +226,7 @@ fn angles(args: &Rope) -> (Vec<f32>, Vec<f32>) {
 
 /// Llama 3.1's change of one frequency (Dubey et al. 2024).
 fn scaled(frequency: f64, s: RopeScaling) -> f64 {
-    let [factor, low, high, context] =
-        [s.factor, s.low_frequency, s.high_frequency, s.original_context].map(f64::from);
+    let [factor, low, high, context] = [s.factor, s.low_frequency, s.high_frequency, s.original_context].map(f64::from);
     let wavelength = 2.0 * std::f64::consts::PI / frequency;
     if wavelength < context / high {
         return frequency;

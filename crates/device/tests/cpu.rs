@@ -1,0 +1,130 @@
+//! The CPU backend passes the suite of operations, and gives the same bits on any number of threads.
+
+use gpurun_device::{Backend, CpuBackend, CpuSizes, DeviceError, ScratchSizes, suite};
+use gpurun_types::{Bytes, DType, Place, View};
+
+const TYPES: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
+
+fn passes(dtype: DType) {
+    let one = CpuBackend::new(1).expect("a backend");
+    let alone = suite::run(&one, dtype, suite::CASES, false);
+    for threads in [2, 3] {
+        let several = CpuBackend::new(threads).expect("a backend");
+        for ((name, want), (_, got)) in alone.iter().zip(suite::run(&several, dtype, suite::CASES, false)) {
+            assert!(*want == got, "{name} in {dtype} gives other bits on {threads} threads than on one");
+        }
+    }
+}
+
+#[test]
+fn operations_in_fp32() {
+    let _limit = testkit::time_limit(60);
+    passes(DType::F32);
+}
+
+#[test]
+fn operations_in_bf16() {
+    let _limit = testkit::time_limit(60);
+    passes(DType::Bf16);
+}
+
+#[test]
+fn operations_in_fp16() {
+    let _limit = testkit::time_limit(60);
+    passes(DType::F16);
+}
+
+#[test]
+fn operations_of_any_type() {
+    let _limit = testkit::time_limit(60);
+    let run = |threads| suite::run(&CpuBackend::new(threads).expect("a backend"), DType::F32, suite::ONCE, false);
+    assert!(run(1) == run(3), "other bits on three threads than on one");
+}
+
+#[test]
+fn views_need_no_more_alignment_than_their_elements() {
+    let _limit = testkit::time_limit(60);
+    let backend = CpuBackend::new(2).expect("a backend");
+    for dtype in TYPES {
+        let aligned = suite::run(&backend, dtype, suite::CASES, false);
+        let skewed = suite::run(&backend, dtype, suite::CASES, true);
+        for ((name, want), (_, got)) in aligned.iter().zip(&skewed) {
+            assert!(want == got, "{name} in {dtype} gives other bits where views are not aligned");
+        }
+    }
+}
+
+#[test]
+fn arenas_are_aligned_and_addressable() {
+    let _limit = testkit::time_limit(10);
+    let backend = CpuBackend::new(1).expect("a backend");
+    for bytes in [1, 4096, 5 << 20] {
+        for place in [Place::Device, Place::Host] {
+            let arena = backend.allocate(place, Bytes(bytes)).expect("an arena");
+            let view = View { arena, offset: 0, len: 1, dtype: DType::F32 };
+            let byte = View { len: 0, ..view };
+            let pointer = backend.host_pointer(if bytes == 1 { byte } else { view }).expect("host memory");
+            assert!((pointer as usize).is_multiple_of(256));
+        }
+    }
+}
+
+#[test]
+fn too_large_an_arena_is_an_error() {
+    let _limit = testkit::time_limit(10);
+    let backend = CpuBackend::new(1).expect("a backend");
+    for bytes in [1 << 50, u64::MAX] {
+        match backend.allocate(Place::Host, Bytes(bytes)) {
+            Err(DeviceError::OutOfMemory { place: Place::Host, bytes: named, .. }) => assert_eq!(named, Bytes(bytes)),
+            other => panic!("{bytes} bytes gave {other:?}"),
+        }
+    }
+    assert_eq!(backend.allocated(Place::Host), Bytes(0));
+}
+
+#[test]
+fn tokens_and_targets_outside_the_vocabulary_are_named() {
+    use gpurun_device::{CrossEntropy, Embedding};
+    use gpurun_types::Lane;
+    let _limit = testkit::time_limit(10);
+    let backend = CpuBackend::new(1).expect("a backend");
+    let arena = backend.allocate(Place::Device, Bytes(4096)).expect("an arena");
+    let view = |offset, len, dtype| View { arena, offset, len, dtype };
+    let ints = |offset, values: [i32; 2]| {
+        let view = view(offset, 2, DType::I32);
+        backend.upload(&values.map(i32::to_le_bytes).concat(), view).expect("upload");
+        view
+    };
+    let args = Embedding {
+        tokens: ints(0, [1, 5]),
+        starts: ints(256, [0, 0]),
+        table: view(512, 5 * 2, DType::F32),
+        positions: None,
+        seq: 2,
+        width: 2,
+    };
+    let error = backend.embedding_forward(Lane::Compute, args, view(1024, 4, DType::F32)).expect_err("token 5 of 5");
+    assert_eq!(error.to_string(), "embedding_forward failed: token 5 at 1 is not below 5");
+    let args = CrossEntropy {
+        logits: view(512, 6, DType::F32),
+        targets: ints(0, [-1, 3]),
+        loss: view(1024, 1, DType::F64),
+        row_losses: view(1280, 2, DType::F32),
+        scale: view(1536, 1, DType::F32),
+        factor: 1.0,
+        rows: 2,
+        vocabulary: 3,
+        backward: false,
+    };
+    let error = backend.cross_entropy(Lane::Compute, args).expect_err("target 3 of 3");
+    assert_eq!(error.to_string(), "cross_entropy failed: target 3 of row 1 is not below 3");
+}
+
+#[test]
+fn sizes_need_no_backend() {
+    let _limit = testkit::time_limit(10);
+    let backend = CpuBackend::new(2).expect("a backend");
+    for (rows, width) in [(1, 1), (37, 33), (5000, 768)] {
+        assert_eq!(CpuSizes.norm_backward_scratch(rows, width), backend.norm_backward_scratch(rows, width));
+    }
+}
