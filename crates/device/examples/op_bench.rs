@@ -1,9 +1,9 @@
 //! Speed of each operation at the sizes of one GPT-2 training step on the CPU backend.
 //!
-//! `op_bench [--model tiny|10m]... [--threads N]... [--dtype fp32|bf16|fp16] [--repeats N]`
+//! `op_bench [--model tiny|10m]... [--threads N]... [--dtype fp32|bf16|fp16] [--repeats N] [--only PART-OF-A-NAME]`
 //!
-//! One line per operation: times it occurs in a step, microseconds for one (the median of all repeats), milliseconds in
-//! the step, and GFLOP/s or GB/s. The first lines are the ceilings: one large matrix product, one large copy.
+//! One line per operation: times it occurs in a step, microseconds for one (the best and the median of all repeats),
+//! milliseconds in the step (of the best), and GFLOP/s or GB/s. The first lines are the ceilings: one large matrix product, one large copy.
 
 use std::time::Instant;
 
@@ -42,6 +42,7 @@ struct Bench {
     next: u64,
     dtype: DType,
     repeats: usize,
+    only: String,
     step: f64,
 }
 
@@ -49,10 +50,10 @@ const ARENA: u64 = 1 << 30;
 const C: Lane = Lane::Compute;
 
 impl Bench {
-    fn new(threads: usize, dtype: DType, repeats: usize) -> Result<Self, String> {
+    fn new(threads: usize, dtype: DType, repeats: usize, only: &str) -> Result<Self, String> {
         let backend = CpuBackend::new(threads).map_err(|e| e.to_string())?;
         let arena = backend.allocate(Place::Device, Bytes(ARENA)).map_err(|e| e.to_string())?;
-        Ok(Self { backend, arena, next: 0, dtype, repeats, step: 0.0 })
+        Ok(Self { backend, arena, next: 0, dtype, repeats, only: only.to_owned(), step: 0.0 })
     }
 
     fn room(&mut self, dtype: DType, len: usize) -> View {
@@ -97,6 +98,9 @@ impl Bench {
         cost: Cost,
         run: impl Fn(&CpuBackend) -> Result<(), gpurun_device::DeviceError>,
     ) {
+        if !name.contains(&self.only) {
+            return;
+        }
         let mut times = Vec::new();
         for _ in 0..self.repeats.max(1) + 1 {
             let begin = Instant::now();
@@ -105,14 +109,14 @@ impl Bench {
         }
         times.remove(0);
         times.sort_by(f64::total_cmp);
-        let time = times[times.len() / 2];
+        let (time, median) = (times[0], times[times.len() / 2] * 1e6);
         self.step += time * count as f64;
         let (rate, unit) = match cost {
             Cost::Flops(flops) => (flops as f64 / time / 1e9, "GFLOP/s"),
             Cost::Bytes(bytes) => (bytes as f64 / time / 1e9, "GB/s"),
         };
         let (micros, millis) = (time * 1e6, time * count as f64 * 1e3);
-        println!("{name:28} {count:4} x {micros:10.1} us {millis:9.2} ms {rate:9.1} {unit}");
+        println!("{name:28} {count:4} x {micros:9.1} us (median {median:9.1}) {millis:9.2} ms {rate:9.1} {unit}");
     }
 
     fn ceilings(&mut self) {
@@ -297,7 +301,7 @@ impl Bench {
             self.next = 0;
             part(self, m);
         }
-        println!("{:28} {:29.2} ms a step", "all", self.step * 1e3);
+        println!("{:28} {:47.2} ms a step", "all", self.step * 1e3);
     }
 }
 
@@ -307,6 +311,7 @@ fn matmul(a: View, b: View, d: View, [m, n, k]: [usize; 3], [transpose_a, transp
 
 fn main() -> Result<(), String> {
     let (mut models, mut threads, mut dtype, mut repeats) = (Vec::new(), Vec::new(), DType::F32, 20);
+    let mut only = String::new();
     let mut args = std::env::args().skip(1);
     while let Some(name) = args.next() {
         let value = args.next().ok_or(format!("{name} needs a value"))?;
@@ -315,6 +320,7 @@ fn main() -> Result<(), String> {
             "--model" => models.push(MODELS.into_iter().find(|m| m.name == value).ok_or_else(bad)?),
             "--threads" => threads.push(value.parse().map_err(|_| bad())?),
             "--repeats" => repeats = value.parse().map_err(|_| bad())?,
+            "--only" => only = value,
             "--dtype" => {
                 let types = [("fp32", DType::F32), ("bf16", DType::Bf16), ("fp16", DType::F16)];
                 dtype = types.into_iter().find(|(n, _)| *n == value).ok_or_else(bad)?.1;
@@ -323,7 +329,7 @@ fn main() -> Result<(), String> {
         }
     }
     for threads in if threads.is_empty() { vec![1, 2] } else { threads } {
-        let mut bench = Bench::new(threads, dtype, repeats)?;
+        let mut bench = Bench::new(threads, dtype, repeats, &only)?;
         bench.ceilings();
         for model in if models.is_empty() { MODELS.to_vec() } else { models.clone() } {
             bench.model(model);

@@ -4,33 +4,31 @@ use multiversion::multiversion;
 
 /// `e^x` to about 2 units in the last place; 0 below the smallest normal result, infinity above the largest.
 ///
-/// Range reduction by ln 2 in two parts and a polynomial of degree 6 (after Cephes), so that loops over it vectorise.
+/// Range reduction by ln 2 in two parts and a polynomial of degree 6 (after Cephes). No conversion to an integer and no
+/// branch: either would keep loops over it from vectorising.
 #[inline(always)]
 pub(super) fn exp(x: f32) -> f32 {
-    const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23: adding it rounds to a whole number
+    const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23: adding it leaves the nearest whole number in the low bits
     let clamped = x.clamp(-87.336_54, 88.722_83);
-    let n = (clamped * std::f32::consts::LOG2_E + ROUND) - ROUND;
-    let r = clamped - n * 0.693_359_4 - n * -2.121_944_4e-4;
-    let p = 1.987_569_1e-4;
-    let p = p * r + 1.398_2e-3;
-    let p = p * r + 8.333_452e-3;
-    let p = p * r + 4.166_579_6e-2;
-    let p = p * r + 1.666_666_5e-1;
-    let p = p * r + 0.5;
-    let y = p * (r * r) + r + 1.0;
+    let shifted = clamped.mul_add(std::f32::consts::LOG2_E, ROUND);
+    let n = shifted - ROUND;
+    let r = n.mul_add(-0.693_359_4, clamped);
+    let r = n.mul_add(2.121_944_4e-4, r);
+    let p = 1.987_569_1e-4f32;
+    let p = p.mul_add(r, 1.398_2e-3);
+    let p = p.mul_add(r, 8.333_452e-3);
+    let p = p.mul_add(r, 4.166_579_6e-2);
+    let p = p.mul_add(r, 1.666_666_5e-1);
+    let p = p.mul_add(r, 0.5);
+    let y = p.mul_add(r * r, r) + 1.0;
     // 2^n in two factors: n reaches 128.
-    let half = (n * 0.5).floor();
-    let power = |n: f32| f32::from_bits(((n as i32 + 127) as u32) << 23);
-    let y = y * power(half) * power(n - half);
+    let whole = shifted.to_bits().wrapping_sub(ROUND.to_bits()) as i32;
+    let half = whole >> 1;
+    let power = |n: i32| f32::from_bits((n.wrapping_add(127) as u32) << 23);
+    let y = y * power(half) * power(whole.wrapping_sub(half));
     let y = if x < -87.336_54 { 0.0 } else { y };
     let y = if x > 88.722_83 { f32::INFINITY } else { y };
     if x.is_nan() { x } else { y }
-}
-
-/// `tanh x = 1 - 2 / (e^2x + 1)`, absolute error about 1e-7.
-#[inline(always)]
-fn tanh(x: f32) -> f32 {
-    1.0 - 2.0 / (exp(2.0 * x) + 1.0)
 }
 
 const GELU_A: f32 = 0.797_884_6; // sqrt(2 / pi)
@@ -70,19 +68,21 @@ fn sum16(len: usize, term: impl Fn(usize) -> f32) -> f32 {
 }
 
 vectorised! {
+    /// `x (1 + tanh u) / 2 = x / (1 + e^-2u)`.
     fn gelu(x: &[f32], y: &mut [f32]) {
         for (y, x) in y.iter_mut().zip(x) {
             let u = GELU_A * (*x + GELU_B * *x * *x * *x);
-            *y = 0.5 * *x * (1.0 + tanh(u));
+            *y = *x / (1.0 + exp(-2.0 * u));
         }
     }
 
+    /// With `s = 1 / (1 + e^-2u)`: `dx = dy (s + 2 x s (1 - s) u')`.
     fn gelu_grad(x: &[f32], dy: &[f32], dx: &mut [f32]) {
         for ((dx, dy), x) in dx.iter_mut().zip(dy).zip(x) {
             let x = *x;
-            let t = tanh(GELU_A * (x + GELU_B * x * x * x));
+            let s = 1.0 / (1.0 + exp(-2.0 * GELU_A * (x + GELU_B * x * x * x)));
             let du = GELU_A * (1.0 + 3.0 * GELU_B * x * x);
-            *dx = *dy * (0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * du);
+            *dx = *dy * (s + 2.0 * x * s * (1.0 - s) * du);
         }
     }
 
