@@ -44,18 +44,48 @@ impl Head {
         start..start + self.dim
     }
 
-    /// Rows `rows` as a dense fp32 matrix.
-    fn gather<T: Float>(self, src: &[T], rows: Range<usize>, out: &mut [f32]) {
-        for (to, i) in out.chunks_exact_mut(self.dim).zip(rows) {
+    /// Rows `rows` in fp32: where they lie, or widened into the buffer.
+    fn rows<'a, T: Float>(self, src: &'a [T], rows: Range<usize>, buffer: &'a mut [f32]) -> Rows<'a> {
+        if let Some(wide) = T::as_wide(src) {
+            return Rows { data: &wide[self.row(rows.start).start..], stride: self.stride, dim: self.dim };
+        }
+        for (to, i) in buffer.chunks_exact_mut(self.dim).zip(rows) {
             T::load(&src[self.row(i)], to);
         }
+        Rows { data: buffer, stride: self.dim, dim: self.dim }
     }
 
-    /// The other way; other pieces of work write other heads.
+    /// Stores dense rows; other pieces of work write other heads.
     fn scatter<T: Float>(self, src: &[f32], rows: Range<usize>, out: &Shared<T>) {
         for (from, i) in src.chunks_exact(self.dim).zip(rows) {
             T::store(from, out.part(self.row(i)));
         }
+    }
+}
+
+/// Rows of one head in fp32.
+#[derive(Clone, Copy)]
+struct Rows<'a> {
+    data: &'a [f32],
+    stride: usize,
+    dim: usize,
+}
+
+impl<'a> Rows<'a> {
+    fn from(self, first: usize) -> Self {
+        Self { data: &self.data[first * self.stride..], ..self }
+    }
+
+    fn row(self, i: usize) -> &'a [f32] {
+        &self.data[i * self.stride..i * self.stride + self.dim]
+    }
+
+    fn plain(self) -> Operand {
+        Operand::new(self.data, self.stride, false)
+    }
+
+    fn turned(self) -> Operand {
+        Operand::new(self.data, self.stride, true)
     }
 }
 
@@ -88,6 +118,33 @@ fn small(mnk: [usize; 3], a: Operand, b: Operand, d: &mut [f32], add: bool) {
     unsafe { product(mnk, a, b, 1.0, d.as_mut_ptr(), mnk[1], add, gemm::Parallelism::None) };
 }
 
+/// One block of query rows: `softmax(scale q k') v` into `o`, and the log of the sums of exponentials.
+fn forward_block(
+    sight: &Sight<'_>,
+    [q, k, v]: [Rows<'_>; 3],
+    scale: f32,
+    scores: &mut [f32],
+    o: &mut [f32],
+    lse: &mut [f32],
+) {
+    let (m, n, dim) = (sight.rows.len(), sight.keys.len(), q.dim);
+    let mut sums = [0.0; BLOCK];
+    small([m, n, dim], q.plain(), k.turned(), scores, false);
+    for (i, seen) in sight.each() {
+        let row = &mut scores[i * n..(i + 1) * n];
+        row[..seen.start].fill(0.0);
+        row[seen.end..].fill(0.0);
+        let row = &mut row[seen];
+        let highest = kernels::max(row) * scale;
+        sums[i] = kernels::exp_sum(row, scale, highest);
+        lse[i] = highest + sums[i].ln();
+    }
+    small([m, dim, n], Operand::new(scores, n, false), v.plain(), o, false);
+    for (row, sum) in o.chunks_exact_mut(dim).zip(&sums[..m]) {
+        kernels::scale(row, 1.0 / sum);
+    }
+}
+
 impl CpuBackend {
     pub(super) fn attention_forward_op(&self, args: &Attention) -> Result {
         check("attention_forward", args)?;
@@ -109,29 +166,16 @@ impl CpuBackend {
             let (v, rest) = rest.split_at_mut(seq * dim);
             let (q, rest) = rest.split_at_mut(BLOCK * dim);
             let (o, scores) = rest.split_at_mut(BLOCK * dim);
-            Head::of(b, seq, packed, heads + kv, dim).gather(qkv, 0..seq, k);
-            Head::of(b, seq, packed, heads + kv_heads + kv, dim).gather(qkv, 0..seq, v);
+            let k = Head::of(b, seq, packed, heads + kv, dim).rows(qkv, 0..seq, k);
+            let v = Head::of(b, seq, packed, heads + kv_heads + kv, dim).rows(qkv, 0..seq, v);
             for head in kv * group..(kv + 1) * group {
                 let lse = lse.part((b * heads + head) * seq..(b * heads + head + 1) * seq);
                 for first in (0..seq).step_by(BLOCK) {
                     let rows = first..(first + BLOCK).min(seq);
                     let sight = Sight::new(&starts[b * seq..(b + 1) * seq], rows.clone());
-                    let (m, n) = (rows.len(), sight.keys.len());
-                    let keys = sight.keys.start * dim..sight.keys.end * dim;
-                    Head::of(b, seq, packed, head, dim).gather(qkv, rows.clone(), q);
-                    small([m, n, dim], Operand::new(q, dim, false), Operand::new(&k[keys.clone()], dim, true), scores, false);
-                    for (i, seen) in sight.each() {
-                        let row = &mut scores[i * n..(i + 1) * n];
-                        row[..seen.start].fill(0.0);
-                        row[seen.end..].fill(0.0);
-                        let row = &mut row[seen];
-                        let highest = kernels::max(row) * args.scale;
-                        kernels::exp_scaled(row, args.scale, highest);
-                        let sum = kernels::sum(row);
-                        kernels::scale(row, 1.0 / sum);
-                        lse[first + i] = highest + sum.ln();
-                    }
-                    small([m, dim, n], Operand::new(scores, n, false), Operand::new(&v[keys], dim, false), o, false);
+                    let q = Head::of(b, seq, packed, head, dim).rows(qkv, rows.clone(), q);
+                    let (k, v) = (k.from(sight.keys.start), v.from(sight.keys.start));
+                    forward_block(&sight, [q, k, v], args.scale, scores, o, &mut lse[rows.clone()]);
                     Head::of(b, seq, heads * dim, head, dim).scatter(o, rows, &out);
                 }
             }
@@ -157,15 +201,12 @@ impl CpuBackend {
         self.pieces(batch * kv_heads, 1, |piece| {
             let (b, kv) = (piece.start / kv_heads, piece.start % kv_heads);
             let mut room = self.borrow(4 * seq * dim + BLOCK * (4 * dim + 2 * seq));
-            let mut parts = Parts::new(&mut room.buffer, seq, dim);
-            let (key, value) = (
-                Head::of(b, seq, packed, heads + kv, dim),
-                Head::of(b, seq, packed, heads + kv_heads + kv, dim),
-            );
-            key.gather(qkv, 0..seq, parts.k);
-            value.gather(qkv, 0..seq, parts.v);
-            parts.dk.fill(0.0);
-            parts.dv.fill(0.0);
+            let mut room = Room::new(&mut room.buffer, seq, dim);
+            let key = Head::of(b, seq, packed, heads + kv, dim);
+            let value = Head::of(b, seq, packed, heads + kv_heads + kv, dim);
+            let (k, v) = (key.rows(qkv, 0..seq, room.k), value.rows(qkv, 0..seq, room.v));
+            room.sums.dk.fill(0.0);
+            room.sums.dv.fill(0.0);
             for head in kv * group..(kv + 1) * group {
                 let lse = &lse[(b * heads + head) * seq..(b * heads + head + 1) * seq];
                 for first in (0..seq).step_by(BLOCK) {
@@ -173,34 +214,45 @@ impl CpuBackend {
                     let sight = Sight::new(&starts[b * seq..(b + 1) * seq], rows.clone());
                     let query = Head::of(b, seq, packed, head, dim);
                     let flat = Head::of(b, seq, heads * dim, head, dim);
-                    query.gather(qkv, rows.clone(), parts.q);
-                    flat.gather(out, rows.clone(), parts.o);
-                    flat.gather(dout, rows.clone(), parts.d);
-                    parts.block(&sight, lse, dim, args.forward.scale);
-                    query.scatter(&parts.dq[..rows.len() * dim], rows, &dqkv);
+                    let block = Block {
+                        q: query.rows(qkv, rows.clone(), room.q),
+                        o: flat.rows(out, rows.clone(), room.o),
+                        d: flat.rows(dout, rows.clone(), room.d),
+                        k: k.from(sight.keys.start),
+                        v: v.from(sight.keys.start),
+                        lse: &lse[rows.clone()],
+                        scale: args.forward.scale,
+                    };
+                    block.backward(&sight, &mut room.sums);
+                    query.scatter(&room.sums.dq[..rows.len() * dim], rows, &dqkv);
                 }
             }
-            key.scatter(parts.dk, 0..seq, &dqkv);
-            value.scatter(parts.dv, 0..seq, &dqkv);
+            key.scatter(room.sums.dk, 0..seq, &dqkv);
+            value.scatter(room.sums.dv, 0..seq, &dqkv);
         });
     }
 }
 
-/// Buffers of one key/value head's backward.
-struct Parts<'a> {
+/// Buffers of one key/value head's backward: for what must be widened, and for what is computed.
+struct Room<'a> {
     k: &'a mut [f32],
     v: &'a mut [f32],
-    dk: &'a mut [f32],
-    dv: &'a mut [f32],
     q: &'a mut [f32],
     o: &'a mut [f32],
     d: &'a mut [f32],
+    sums: Sums<'a>,
+}
+
+/// Gradients of one key/value head and one block of queries, and the block's scores and their gradients.
+struct Sums<'a> {
+    dk: &'a mut [f32],
+    dv: &'a mut [f32],
     dq: &'a mut [f32],
     p: &'a mut [f32],
     dp: &'a mut [f32],
 }
 
-impl<'a> Parts<'a> {
+impl<'a> Room<'a> {
     fn new(mut room: &'a mut [f32], seq: usize, dim: usize) -> Self {
         let mut cut = |len: usize| {
             let (head, tail) = std::mem::take(&mut room).split_at_mut(len);
@@ -211,38 +263,44 @@ impl<'a> Parts<'a> {
         Self {
             k: cut(whole),
             v: cut(whole),
-            dk: cut(whole),
-            dv: cut(whole),
             q: cut(block),
             o: cut(block),
             d: cut(block),
-            dq: cut(block),
-            p: cut(BLOCK * seq),
-            dp: cut(BLOCK * seq),
+            sums: Sums { dk: cut(whole), dv: cut(whole), dq: cut(block), p: cut(BLOCK * seq), dp: cut(BLOCK * seq) },
         }
     }
+}
 
-    /// One block of query rows: `p` again from `lse`, then `dv += p' do`, `dp = do v'`, `ds`, `dq = ds k`, `dk += ds' q`.
-    fn block(&mut self, sight: &Sight<'_>, lse: &[f32], dim: usize, scale: f32) {
-        let (m, n) = (sight.rows.len(), sight.keys.len());
+/// One block of query rows of one head, and the keys and values that it sees.
+struct Block<'a> {
+    q: Rows<'a>,
+    o: Rows<'a>,
+    d: Rows<'a>,
+    k: Rows<'a>,
+    v: Rows<'a>,
+    lse: &'a [f32],
+    scale: f32,
+}
+
+impl Block<'_> {
+    /// `p` again from `lse`, then `dv += p' do`, `dp = do v'`, `ds`, `dq = ds k`, `dk += ds' q`.
+    fn backward(&self, sight: &Sight<'_>, sums: &mut Sums<'_>) {
+        let (m, n, dim) = (sight.rows.len(), sight.keys.len(), self.q.dim);
         let keys = sight.keys.start * dim..sight.keys.end * dim;
-        let dense = |s: &[f32], width| Operand::new(s, width, false);
-        let turned = |s: &[f32], width| Operand::new(s, width, true);
-        small([m, n, dim], dense(self.q, dim), turned(&self.k[keys.clone()], dim), self.p, false);
-        small([m, n, dim], dense(self.d, dim), turned(&self.v[keys.clone()], dim), self.dp, false);
+        let Sums { dk, dv, dq, p, dp } = sums;
+        small([m, n, dim], self.q.plain(), self.k.turned(), p, false);
+        small([m, n, dim], self.d.plain(), self.v.turned(), dp, false);
         for (i, seen) in sight.each() {
-            let delta = kernels::dot(&self.o[i * dim..(i + 1) * dim], &self.d[i * dim..(i + 1) * dim]);
-            let (p, dp) = (&mut self.p[i * n..(i + 1) * n], &mut self.dp[i * n..(i + 1) * n]);
+            let delta = kernels::dot(self.o.row(i), self.d.row(i));
+            let (p, dp) = (&mut p[i * n..(i + 1) * n], &mut dp[i * n..(i + 1) * n]);
             for row in [&mut *p, &mut *dp] {
                 row[..seen.start].fill(0.0);
                 row[seen.end..].fill(0.0);
             }
-            let (p, dp) = (&mut p[seen.clone()], &mut dp[seen]);
-            kernels::exp_scaled(p, scale, lse[sight.rows.start + i]);
-            kernels::softmax_grad(p, dp, delta, scale);
+            kernels::softmax_grad(&mut p[seen.clone()], &mut dp[seen], self.lse[i], delta, self.scale);
         }
-        small([n, dim, m], turned(self.p, n), dense(self.d, dim), &mut self.dv[keys.clone()], true);
-        small([m, dim, n], dense(self.dp, n), dense(&self.k[keys.clone()], dim), self.dq, false);
-        small([n, dim, m], turned(self.dp, n), dense(self.q, dim), &mut self.dk[keys], true);
+        small([n, dim, m], Operand::new(p, n, true), self.d.plain(), &mut dv[keys.clone()], true);
+        small([m, dim, n], Operand::new(dp, n, false), self.k.plain(), dq, false);
+        small([n, dim, m], Operand::new(dp, n, true), self.q.plain(), &mut dk[keys], true);
     }
 }

@@ -22,6 +22,10 @@ pub(super) trait Float: Stored {
     fn load(src: &[Self], dst: &mut [f32]);
     /// Rounds a run, to nearest even.
     fn store(src: &[f32], dst: &mut [Self]);
+    /// The run itself where it is fp32 already.
+    fn as_wide(_src: &[Self]) -> Option<&[f32]> {
+        None
+    }
 }
 
 impl Stored for f32 {
@@ -29,6 +33,10 @@ impl Stored for f32 {
 }
 
 impl Float for f32 {
+    fn as_wide(src: &[Self]) -> Option<&[f32]> {
+        Some(src)
+    }
+
     fn load(src: &[Self], dst: &mut [f32]) {
         dst.copy_from_slice(src);
     }

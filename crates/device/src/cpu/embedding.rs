@@ -3,7 +3,7 @@
 use gpurun_types::{DType, View};
 
 use super::element::{Float, by_float};
-use super::{CpuBackend, Result, Shared, float, is, kernels, length, shape};
+use super::{CpuBackend, Result, float, is, kernels, length, shape};
 use crate::{DeviceError, Embedding};
 
 impl CpuBackend {
@@ -20,7 +20,7 @@ impl CpuBackend {
         by_float!(y, T => {
             let table = self.read::<T>(args.table);
             let positions = args.positions.map(|p| self.read::<T>(p));
-            let out = Shared::new(self.write::<T>(y));
+            let out = self.shared::<T>(y);
             self.rows(tokens.len(), width, |rows| {
                 let (mut sum, mut row) = (vec![0.0; width], vec![0.0; width]);
                 for i in rows {
@@ -53,8 +53,8 @@ impl CpuBackend {
         }
         let (tokens, starts) = (self.read::<i32>(args.tokens), self.read::<i32>(args.starts));
         let rows = tokens.len();
-        let table = Shared::new(self.write::<f32>(args.table));
-        let positions = args.positions.map(|p| Shared::new(self.write::<f32>(p)));
+        let table = self.shared::<f32>(args.table);
+        let positions = args.positions.map(|p| self.shared::<f32>(p));
         by_float!(dy, T => {
             let dy = self.read::<T>(dy);
             // Each piece owns a stretch of columns and adds all rows in order: no two pieces share an element.

@@ -57,6 +57,12 @@ fn sum16(len: usize, term: impl Fn(usize) -> f32) -> f32 {
     for (lane, a) in acc.iter_mut().enumerate().take(len - whole) {
         *a += term(whole + lane);
     }
+    tree16(acc)
+}
+
+/// Halves added onto halves.
+#[inline(always)]
+fn tree16(mut acc: [f32; 16]) -> f32 {
     let mut width = 8;
     while width > 0 {
         for lane in 0..width {
@@ -65,6 +71,17 @@ fn sum16(len: usize, term: impl Fn(usize) -> f32) -> f32 {
         width /= 2;
     }
     acc[0]
+}
+
+/// Statistics of a row and the means over it that the gradient of its norm needs.
+#[derive(Clone, Copy)]
+pub(super) struct NormRow {
+    pub mean: f32,
+    pub rstd: f32,
+    /// Mean of `dy * w`; 0 for RMS norm.
+    pub plain: f32,
+    /// Mean of `dy * w * xhat`.
+    pub weighted: f32,
 }
 
 vectorised! {
@@ -149,11 +166,21 @@ vectorised! {
         acc.iter().fold(rest, |a, v| if *v > a { *v } else { a })
     }
 
-    /// `x = e^(scale * x - shift)`.
-    fn exp_scaled(x: &mut [f32], scale: f32, shift: f32) {
-        for x in x.iter_mut() {
-            *x = exp(*x * scale - shift);
+    /// `x = e^(scale * x - shift)`; the sum of the results.
+    fn exp_sum(x: &mut [f32], scale: f32, shift: f32) -> f32 {
+        let mut acc = [0.0f32; 16];
+        let mut blocks = x.chunks_exact_mut(16);
+        for block in &mut blocks {
+            for (a, x) in acc.iter_mut().zip(block) {
+                *x = exp(*x * scale - shift);
+                *a += *x;
+            }
         }
+        for (a, x) in acc.iter_mut().zip(blocks.into_remainder()) {
+            *x = exp(*x * scale - shift);
+            *a += *x;
+        }
+        tree16(acc)
     }
 
     fn scale(x: &mut [f32], factor: f32) {
@@ -162,9 +189,10 @@ vectorised! {
         }
     }
 
-    /// `ds = p * (dp - delta) * scale`, over `dp`.
-    fn softmax_grad(p: &[f32], dp: &mut [f32], delta: f32, scale: f32) {
+    /// From scores `p` and `dp`: `p = e^(scale * p - lse)`, `ds = p * (dp - delta) * scale` over `dp`.
+    fn softmax_grad(p: &mut [f32], dp: &mut [f32], lse: f32, delta: f32, scale: f32) {
         for (dp, p) in dp.iter_mut().zip(p) {
+            *p = exp(*p * scale - lse);
             *dp = *p * (*dp - delta) * scale;
         }
     }
@@ -184,12 +212,13 @@ vectorised! {
         (plain, weighted)
     }
 
-    /// `dx = (dy * w - a - xhat * b) * rstd`, over `dy`; adds `dy * xhat` to `dweight`.
-    fn norm_grad(x: &[f32], mean: f32, rstd: f32, weight: &[f32], dy: &mut [f32], a: f32, b: f32, dweight: &mut [f32]) {
-        for (((dy, x), w), dw) in dy.iter_mut().zip(x).zip(weight).zip(dweight) {
-            let xhat = (*x - mean) * rstd;
+    /// `dx = (dy * w - plain - xhat * weighted) * rstd`, over `dy`; adds `dy * xhat` to `dweight` and `dy` to `dbias`.
+    fn norm_grad(x: &[f32], row: NormRow, weight: &[f32], dy: &mut [f32], dweight: &mut [f32], dbias: &mut [f32]) {
+        for ((((dy, x), w), dw), db) in dy.iter_mut().zip(x).zip(weight).zip(dweight).zip(dbias) {
+            let xhat = (*x - row.mean) * row.rstd;
             *dw += *dy * xhat;
-            *dy = (*dy * *w - a - xhat * b) * rstd;
+            *db += *dy;
+            *dy = (*dy * *w - row.plain - xhat * row.weighted) * row.rstd;
         }
     }
 

@@ -3,7 +3,7 @@
 use gpurun_types::DType;
 
 use super::element::{Float, by_float};
-use super::{CpuBackend, Result, Shared, float, is, kernels, length};
+use super::{CpuBackend, Result, float, is, kernels, length};
 use crate::{CrossEntropy, DeviceError};
 
 impl CpuBackend {
@@ -28,14 +28,13 @@ impl CpuBackend {
     fn cross_entropy_rows<T: Float>(&self, args: &CrossEntropy, targets: &[i32]) {
         let vocabulary = args.vocabulary;
         let factor = args.factor * self.read::<f32>(args.scale)[0];
-        let losses = self.write::<f32>(args.row_losses);
-        let row_losses = Shared::new(losses);
-        let logits = Shared::new(self.write::<T>(args.logits));
+        let losses = self.shared::<f32>(args.row_losses);
+        let logits = self.shared::<T>(args.logits);
         self.rows(args.rows, vocabulary, |rows| {
             let mut wide = vec![0.0; vocabulary];
             for i in rows {
                 let row = logits.part(i * vocabulary..(i + 1) * vocabulary);
-                let loss = &mut row_losses.part(i..i + 1)[0];
+                let loss = &mut losses.part(i..i + 1)[0];
                 *loss = 0.0;
                 let Ok(target) = usize::try_from(targets[i]) else {
                     if args.backward {
@@ -47,8 +46,7 @@ impl CpuBackend {
                 T::load(row, &mut wide);
                 let highest = kernels::max(&wide);
                 let at_target = wide[target];
-                kernels::exp_scaled(&mut wide, 1.0, highest);
-                let sum = kernels::sum(&wide);
+                let sum = kernels::exp_sum(&mut wide, 1.0, highest);
                 *loss = sum.ln() + highest - at_target;
                 if args.backward {
                     kernels::scale(&mut wide, factor / sum);
@@ -57,6 +55,7 @@ impl CpuBackend {
                 }
             }
         });
-        self.write::<f64>(args.loss)[0] += losses.iter().map(|l| f64::from(*l)).sum::<f64>();
+        let sum = losses.get(0..args.rows).iter().fold(0.0, |sum, loss| sum + f64::from(*loss));
+        self.write::<f64>(args.loss)[0] += sum;
     }
 }

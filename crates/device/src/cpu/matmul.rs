@@ -48,8 +48,25 @@ pub(super) unsafe fn product(
     // SAFETY: the caller vouches for the spans; strides are those of the matrices.
     unsafe {
         gemm::gemm(
-            m, n, k, d, 1, stride as isize, accumulate, a.pointer, a.column, a.row, b.pointer, b.column, b.row, 1.0,
-            alpha, false, false, false, parallelism,
+            m,
+            n,
+            k,
+            d,
+            1,
+            stride as isize,
+            accumulate,
+            a.pointer,
+            a.column,
+            a.row,
+            b.pointer,
+            b.column,
+            b.row,
+            1.0,
+            alpha,
+            false,
+            false,
+            false,
+            parallelism,
         );
     }
 }

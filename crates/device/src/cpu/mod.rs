@@ -170,6 +170,13 @@ impl<T> Shared<T> {
         Self(slice.as_mut_ptr(), slice.len())
     }
 
+    /// Elements `range`, to be read. No piece of work may write them at that time.
+    fn get(&self, range: Range<usize>) -> &[T] {
+        assert!(range.start <= range.end && range.end <= self.1);
+        // SAFETY: in bounds, and not written meanwhile by the contract above.
+        unsafe { std::slice::from_raw_parts(self.0.add(range.start), range.len()) }
+    }
+
     /// Elements `range`. Concurrent callers must ask for disjoint ranges.
     #[allow(clippy::mut_from_ref)]
     fn part(&self, range: Range<usize>) -> &mut [T] {

@@ -3,13 +3,19 @@
 use gpurun_types::{Bytes, DType, View};
 
 use super::element::{Float, by_float};
+use super::kernels::NormRow;
 use super::matmul::rows_per_partial;
-use super::{CpuBackend, Result, Shared, float, is, kernels, length, shape};
+use super::{CpuBackend, Result, float, is, kernels, length, shape};
 use crate::{NormBackward, NormForward, NormKind};
 
 /// Two rows of sums and one of scratch for each piece of rows.
 pub(super) fn scratch(rows: usize, width: usize) -> Bytes {
     DType::F32.bytes(rows.div_ceil(rows_per_partial(rows)) * 4 * width)
+}
+
+/// Scratch, whatever it is said to hold, as fp32.
+fn sums_of(scratch: View) -> View {
+    View { len: scratch.bytes() as usize / DType::F32.size(), dtype: DType::F32, ..scratch }
 }
 
 fn check_stats(op: &'static str, kind: NormKind, mean: Option<View>, rstd: View, rows: usize) -> Result {
@@ -55,10 +61,10 @@ impl CpuBackend {
         let width = args.width;
         let weight = self.wide::<T>(args.weight);
         let bias = args.bias.map(|b| self.wide::<T>(b));
-        let rstd = Shared::new(self.write::<f32>(args.rstd));
-        let mean = args.mean.map(|m| Shared::new(self.write::<f32>(m)));
-        let y = Shared::new(self.write::<T>(args.y));
-        let sum = args.sum.map(|s| Shared::new(self.write::<T>(s)));
+        let rstd = self.shared::<f32>(args.rstd);
+        let mean = args.mean.map(|m| self.shared::<f32>(m));
+        let y = self.shared::<T>(args.y);
+        let sum = args.sum.map(|s| self.shared::<T>(s));
         let (x, residual) = (self.read::<T>(args.x), args.residual.map(|r| self.read::<T>(r)));
         self.rows(args.rows, width, |rows| {
             let (mut row, mut out) = (vec![0.0; width], vec![0.0; width]);
@@ -124,6 +130,7 @@ impl CpuBackend {
             let needed = scratch(rows, width);
             return Err(shape(OP, format!("scratch has {} bytes, {needed} are needed", args.scratch.bytes())));
         }
+        self.check(OP, [sums_of(args.scratch)])?;
         by_float!(x, T => self.norm_backward_rows::<T>(args));
         Ok(())
     }
@@ -134,40 +141,38 @@ impl CpuBackend {
         let weight = self.wide::<T>(args.weight);
         let rstd = self.read::<f32>(args.rstd);
         let mean = args.mean.map(|m| self.read::<f32>(m));
-        let partials = self.write::<f32>(args.scratch.cast(DType::F32));
-        let shared = Shared::new(partials);
-        // `dx` may be `dy` or `carry`: rows are read before they are written, through one kind of access.
-        let dx = Shared::new(self.write::<T>(args.dx));
-        let row_of = |view: View, i: usize, out: &mut [f32]| {
-            T::load(&self.read::<T>(view.slice(i * width, width))[..], out);
-        };
+        let partials = self.shared::<f32>(sums_of(args.scratch));
+        // `dx` may be `dy` or `carry`: each row is read before it is written.
+        let (x, dy, dx) = (self.read::<T>(args.x), self.shared::<T>(args.dy), self.shared::<T>(args.dx));
+        let carry = args.carry.map(|carry| self.shared::<T>(carry));
         self.pieces(rows, grain, |piece| {
             let at = piece.start / grain * 4 * width;
-            let (dweight, dbias) = (shared.part(at..at + width), shared.part(at + width..at + 2 * width));
-            let (row, dy) = (shared.part(at + 2 * width..at + 3 * width), shared.part(at + 3 * width..at + 4 * width));
+            let (dweight, dbias) = (partials.part(at..at + width), partials.part(at + width..at + 2 * width));
+            let (row, grad) =
+                (partials.part(at + 2 * width..at + 3 * width), partials.part(at + 3 * width..at + 4 * width));
             dweight.fill(0.0);
             dbias.fill(0.0);
             for i in piece {
-                row_of(args.x, i, row);
-                row_of(args.dy, i, dy);
-                let (m, r) = (mean.map_or(0.0, |m| m[i]), rstd[i]);
-                let (plain, weighted) = kernels::norm_sums(row, m, r, &weight, dy);
-                let a = if args.kind == NormKind::Layer { plain / width as f32 } else { 0.0 };
-                kernels::add(dy, dbias);
-                kernels::norm_grad(row, m, r, &weight, dy, a, weighted / width as f32, dweight);
-                if let Some(carry) = args.carry {
-                    row_of(carry, i, row);
-                    kernels::add(row, dy);
+                let at = i * width..(i + 1) * width;
+                T::load(&x[at.clone()], row);
+                T::load(dy.get(at.clone()), grad);
+                let (mean, rstd) = (mean.map_or(0.0, |m| m[i]), rstd[i]);
+                let (plain, weighted) = kernels::norm_sums(row, mean, rstd, &weight, grad);
+                let plain = if args.kind == NormKind::Layer { plain / width as f32 } else { 0.0 };
+                let of_row = NormRow { mean, rstd, plain, weighted: weighted / width as f32 };
+                kernels::norm_grad(row, of_row, &weight, grad, dweight, dbias);
+                if let Some(carry) = &carry {
+                    T::load(carry.get(at.clone()), row);
+                    kernels::add(row, grad);
                 }
-                T::store(dy, dx.part(i * width..(i + 1) * width));
+                T::store(grad, dx.part(at));
             }
         });
-        let (dweight, dbias) = (self.write::<f32>(args.dweight), args.dbias.map(|b| self.write::<f32>(b)));
-        let mut dbias = dbias;
-        for part in partials.chunks(4 * width).take(rows.div_ceil(grain)) {
-            kernels::add(&part[..width], dweight);
-            if let Some(dbias) = &mut dbias {
-                kernels::add(&part[width..2 * width], dbias);
+        for (offset, grad) in [(0, Some(args.dweight)), (width, args.dbias)] {
+            let Some(grad) = grad.map(|g| self.write::<f32>(g)) else { continue };
+            for piece in 0..rows.div_ceil(grain) {
+                let at = piece * 4 * width + offset;
+                kernels::add(partials.get(at..at + width), grad);
             }
         }
     }

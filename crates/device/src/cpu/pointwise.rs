@@ -2,7 +2,7 @@
 
 use gpurun_types::{DType, View};
 
-use super::element::{Float, by_float};
+use super::element::{Float, Stored, by_float};
 use super::{CpuBackend, GRAIN, Result, Shared, float, is, kernels, length, shape};
 use crate::{Rope, RopeScaling};
 
@@ -18,16 +18,16 @@ impl CpuBackend {
     }
 
     pub(super) fn fill_op(&self, dst: View, value: f32) -> Result {
-        fn all<T: Copy + Send + Sync>(backend: &CpuBackend, dst: &mut [T], value: T) {
-            let (len, shared) = (dst.len(), Shared::new(dst));
-            backend.pieces(len, GRAIN, |r| shared.part(r).fill(value));
+        fn all<T: Stored>(backend: &CpuBackend, dst: View, value: T) {
+            let shared = backend.shared::<T>(dst);
+            backend.pieces(dst.len, GRAIN, |r| shared.part(r).fill(value));
         }
         match dst.dtype {
-            DType::F32 => all(self, self.write::<f32>(dst), value),
-            DType::Bf16 => all(self, self.write::<half::bf16>(dst), half::bf16::from_f32(value)),
-            DType::F16 => all(self, self.write::<half::f16>(dst), half::f16::from_f32(value)),
-            DType::F64 => all(self, self.write::<f64>(dst), f64::from(value)),
-            DType::I32 => all(self, self.write::<i32>(dst), value as i32),
+            DType::F32 => all(self, dst, value),
+            DType::Bf16 => all(self, dst, half::bf16::from_f32(value)),
+            DType::F16 => all(self, dst, half::f16::from_f32(value)),
+            DType::F64 => all(self, dst, f64::from(value)),
+            DType::I32 => all(self, dst, value as i32),
         }
         Ok(())
     }
@@ -37,8 +37,11 @@ impl CpuBackend {
         if src == dst {
             return Ok(());
         }
-        let from = &*self.bytes_of(src);
-        let to = Shared::new(self.bytes_of(dst));
+        if src.arena == dst.arena && src.offset < dst.offset + dst.bytes() && dst.offset < src.offset + src.bytes() {
+            return Err(shape("copy", "src and dst overlap"));
+        }
+        let (from, to) = (&*self.bytes_of(src), self.bytes_of(dst));
+        let to = Shared::new(to);
         self.pieces(from.len(), 1 << 20, |r| to.part(r.clone()).copy_from_slice(&from[r]));
         Ok(())
     }
@@ -50,7 +53,7 @@ impl CpuBackend {
         length(OP, "dst", dst, src.len)?;
         by_float!(src, S => by_float!(dst, D => {
             let from = self.read::<S>(src);
-            let to = Shared::new(self.write::<D>(dst));
+            let to = self.shared::<D>(dst);
             self.blocks(from.len(), |r, wide, _| {
                 S::load(&from[r.clone()], wide);
                 D::store(wide, to.part(r));
@@ -79,7 +82,7 @@ impl CpuBackend {
         is(OP, "dst", dst, src.dtype, src.len)?;
         by_float!(src, T => {
             let from = self.read::<T>(src);
-            let to = Shared::new(self.write::<T>(dst));
+            let to = self.shared::<T>(dst);
             self.blocks(from.len(), |r, a, b| {
                 T::load(&from[r.clone()], a);
                 let out = to.part(r);
@@ -96,9 +99,9 @@ impl CpuBackend {
         float(OP, "x", x)?;
         is(OP, "y", y, x.dtype, x.len)?;
         by_float!(x, T => {
-            let to = Shared::new(self.write::<T>(y));
+            let (from, to) = (self.read::<T>(x), self.shared::<T>(y));
             self.blocks(x.len, |r, a, b| {
-                T::load(self.read::<T>(x.slice(r.start, r.len())), a);
+                T::load(&from[r.clone()], a);
                 kernels::gelu(a, b);
                 T::store(b, to.part(r));
             });
@@ -112,14 +115,15 @@ impl CpuBackend {
         is(OP, "dy", dy, x.dtype, x.len)?;
         is(OP, "dx", dx, x.dtype, x.len)?;
         by_float!(x, T => {
-            let to = Shared::new(self.write::<T>(dx));
-            self.blocks(x.len, |r, a, b| {
+            // `dx` may be `dy`: each block is read before it is written.
+            let (x, dy, dx) = (self.read::<T>(x), self.shared::<T>(dy), self.shared::<T>(dx));
+            self.blocks(x.len(), |r, a, b| {
                 let mut out = [0.0; BLOCK];
                 let out = &mut out[..r.len()];
-                T::load(self.read::<T>(x.slice(r.start, r.len())), a);
-                T::load(self.read::<T>(dy.slice(r.start, r.len())), b);
+                T::load(&x[r.clone()], a);
+                T::load(dy.get(r.clone()), b);
                 kernels::gelu_grad(a, b, out);
-                T::store(out, to.part(r));
+                T::store(out, dx.part(r));
             });
         });
         Ok(())
@@ -132,7 +136,7 @@ impl CpuBackend {
         is(OP, "y", y, x.dtype, rows * width)?;
         by_float!(x, T => {
             let from = self.read::<T>(x);
-            let to = Shared::new(self.write::<T>(y));
+            let to = self.shared::<T>(y);
             self.rows(rows, 2 * width, |rows| {
                 let (mut wide, mut out) = (vec![0.0; 2 * width], vec![0.0; width]);
                 for i in rows {
@@ -153,17 +157,16 @@ impl CpuBackend {
         is(OP, "dx", dx, x.dtype, 2 * rows * width)?;
         is(OP, "dy", dy, x.dtype, rows * width)?;
         by_float!(x, T => {
-            let dy = self.read::<T>(dy);
-            let to = Shared::new(self.write::<T>(dx));
+            // `dx` may be `x`: each row is read before it is written.
+            let (x, dy, dx) = (self.shared::<T>(x), self.read::<T>(dy), self.shared::<T>(dx));
             self.rows(rows, 2 * width, |rows| {
                 let (mut wide, mut grad) = (vec![0.0; 2 * width], vec![0.0; width]);
                 for i in rows {
-                    // `dx` may be `x`: the row is read whole before it is written.
-                    T::load(self.read::<T>(x.slice(2 * i * width, 2 * width)), &mut wide);
+                    T::load(x.get(2 * i * width..2 * (i + 1) * width), &mut wide);
                     T::load(&dy[i * width..(i + 1) * width], &mut grad);
                     let (gate, up) = wide.split_at_mut(width);
                     kernels::swiglu_grad(gate, up, &grad);
-                    T::store(&wide, to.part(2 * i * width..2 * (i + 1) * width));
+                    T::store(&wide, dx.part(2 * i * width..2 * (i + 1) * width));
                 }
             });
         });
@@ -183,7 +186,7 @@ impl CpuBackend {
         let (cos, sin) = angles(args);
         let starts = self.read::<i32>(args.starts);
         by_float!(x, T => {
-            let shared = Shared::new(self.write::<T>(x));
+            let shared = self.shared::<T>(x);
             self.rows(rows, heads * head_dim, |rows| {
                 let mut wide = vec![0.0; heads * head_dim];
                 for i in rows {

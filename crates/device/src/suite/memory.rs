@@ -89,7 +89,8 @@ pub fn cast(cx: &Cx<'_>) {
         65_520.0,
     ]);
     // Ties between neighbours in bf16 and in fp16.
-    values.extend([1.003_906_25, 1.011_718_75, 1.000_488_281_25, 1.001_464_843_75, 2.980_232_2e-8]);
+    let step = |bits| 0.5_f32.powi(bits);
+    values.extend([1.0 + step(8), 1.0 + 3.0 * step(8), 1.0 + step(11), 1.0 + 3.0 * step(11), step(25)]);
     let values: Vec<f64> = values.iter().map(|v| f64::from(*v)).collect();
     for (room, lane) in [(cx.room(), Lane::Compute), (cx.room_in(host), Lane::Host)] {
         for from in [DType::F32, DType::Bf16, DType::F16] {
@@ -106,6 +107,6 @@ pub fn cast(cx: &Cx<'_>) {
             }
         }
     }
-    assert_eq!(bf16::from_f32(1.003_906_25).to_bits(), 0x3f80, "ties go to even");
+    assert_eq!(bf16::from_f32(1.0 + step(8)).to_bits(), 0x3f80, "ties go to even");
     assert_eq!(f16::from_f32(65_520.0), f16::INFINITY);
 }

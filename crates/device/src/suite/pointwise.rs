@@ -126,8 +126,8 @@ pub fn rope(cx: &Cx<'_>) {
     rope_cases(cx, |room, args, x, starts| {
         let mut want = x.to_vec();
         let half = args.head_dim / 2;
-        for i in 0..args.rows {
-            let position = (i % args.seq) as f64 - f64::from(starts[i]);
+        for (i, start) in starts.iter().enumerate() {
+            let position = (i % args.seq) as f64 - f64::from(*start);
             for head in 0..args.heads {
                 for pair in 0..half {
                     let (sin, cos) = (position * frequency(pair, &args)).sin_cos();

@@ -266,7 +266,7 @@ fn norm_backward_case(cx: &Cx<'_>, [rows, width]: [usize; 2], kind: NormKind, bi
 
 /// Losses and gradients, with ignored targets, with and without backward.
 pub fn cross_entropy(cx: &Cx<'_>) {
-    for [rows, vocabulary] in [[1, 1], [1, 17], [37, 257], [130, 33], [300, 1000], [3, 50_257]] {
+    for [rows, vocabulary] in [[1, 1], [1, 17], [37, 257], [130, 33], [70, 1000], [2, 50_257]] {
         for ignored in [0, 3, 1] {
             for backward in [false, true] {
                 let targets: Vec<i32> = (0..rows)
