@@ -1,6 +1,6 @@
 //! Backends: the operations a model needs, over arenas of plain memory.
 //!
-//! A [`Backend`] owns arenas and runs operations on [`View`]s of them. It knows no unit, no rank and no plan. The caller
+//! A [`Backend`] owns arenas and runs operations on [views](gpurun_types::View) of them. It knows no unit, no rank and no plan. The caller
 //! (the engine's interpreter) promises that two operations that run at the same time never touch the same bytes unless
 //! both only read: the plan's verifier proves that before step 0.
 //!

@@ -98,7 +98,7 @@ impl Cx<'_> {
         self.room_in(self.arena)
     }
 
-    /// The same in another arena of at least [`ROOM`] bytes.
+    /// The same in another arena of at least 48 MiB.
     pub fn room_in(&self, arena: ArenaId) -> Room<'_> {
         Room { cx: self, arena, next: Cell::new(0), views: RefCell::default() }
     }
