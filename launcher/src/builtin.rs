@@ -61,6 +61,20 @@ pub const BUILTINS: &[Builtin] = &[
         takes_nproc: false,
         run: |call| gpurun::sample_main(call.arguments.iter().cloned()),
     },
+    Builtin {
+        name: "tokenize",
+        about: "turn text into a token shard",
+        place: Place::Here,
+        takes_nproc: false,
+        run: |call| gpurun::tokenize_main(call.arguments.iter().cloned()),
+    },
+    Builtin {
+        name: "export",
+        about: "write a checkpoint's weights in Hugging Face's layout",
+        place: Place::Here,
+        takes_nproc: false,
+        run: |call| gpurun::export_main(call.arguments.iter().cloned()),
+    },
 ];
 
 /// The built-in of a name.

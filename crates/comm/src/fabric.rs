@@ -10,9 +10,9 @@ use gpurun_device::Backend;
 use gpurun_types::Rank;
 use rustix::thread::futex;
 
+use crate::CommError;
 use crate::host::HostCommunicator;
 use crate::region::{CHANNELS, Counter, Region, create_shared_memory};
-use crate::CommError;
 
 /// How patient a fabric is.
 #[derive(Clone, Copy, Debug)]
@@ -201,4 +201,3 @@ fn started(pid: u32) -> Option<u64> {
     let state = fields.next()?;
     if matches!(state, "Z" | "X" | "x") { None } else { fields.nth(18)?.parse().ok() }
 }
-

@@ -130,9 +130,8 @@ impl Region {
         let bytes = size(world);
         // SAFETY: a new shared map at an address of the system's choice; its file is at least as long (set by
         // `create_shared_memory`, checked by `open`).
-        let start = unsafe {
-            mmap(std::ptr::null_mut(), bytes, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, fd, 0)?
-        };
+        let start =
+            unsafe { mmap(std::ptr::null_mut(), bytes, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, fd, 0)? };
         let start = NonNull::new(start.cast()).ok_or_else(|| io::Error::other("a map at address 0"))?;
         Ok(Self { start, bytes, world })
     }
@@ -149,7 +148,9 @@ impl Region {
             return Err(bad("the shared memory was not set up".into()));
         }
         match world {
-            Some(world) if world != made_for => Err(bad(format!("shared memory of {made_for} ranks in a job of {world}"))),
+            Some(world) if world != made_for => {
+                Err(bad(format!("shared memory of {made_for} ranks in a job of {world}")))
+            }
             _ => Ok(region),
         }
     }

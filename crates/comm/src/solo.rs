@@ -43,11 +43,12 @@ impl Communicator for Solo {
     }
 
     fn reduce_scatter(&self, src: View, dst: View, accumulate: bool) -> Result<(), CommError> {
-        Ok(if accumulate {
-            self.backend.add_assign(Lane::Reduce, src, dst)?
+        if accumulate {
+            self.backend.add_assign(Lane::Reduce, src, dst)?;
         } else {
-            self.backend.copy(Lane::Reduce, src, dst)?
-        })
+            self.backend.copy(Lane::Reduce, src, dst)?;
+        }
+        Ok(())
     }
 
     fn all_reduce(&self, _buffer: View) -> Result<(), CommError> {

@@ -51,12 +51,7 @@ term!(f64, f64, |x| x, |x| x);
 term!(bf16, f32, bf16::to_f32, bf16::from_f32);
 term!(f16, f32, f16::to_f32, f16::from_f32);
 
-fn typed<T: Term<A>, A: Copy + Default + std::ops::AddAssign>(
-    terms: &[*const u8],
-    dst: *mut u8,
-    len: usize,
-    how: Sum,
-) {
+fn typed<T: Term<A>, A: Copy + Default + std::ops::AddAssign>(terms: &[*const u8], dst: *mut u8, len: usize, how: Sum) {
     let mut sums = [A::default(); BLOCK];
     for start in (0..len).step_by(BLOCK) {
         let n = BLOCK.min(len - start);

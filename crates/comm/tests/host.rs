@@ -56,11 +56,11 @@ impl Member {
         self.backend.download(view, &mut bytes).expect("a download");
         let each = bytes.chunks_exact(view.dtype.size());
         match view.dtype {
-            DType::F32 => each.map(|b| f32::from_le_bytes(b.try_into().unwrap()).into()).collect(),
-            DType::F64 => each.map(|b| f64::from_le_bytes(b.try_into().unwrap())).collect(),
-            DType::Bf16 => each.map(|b| bf16::from_le_bytes(b.try_into().unwrap()).to_f64()).collect(),
-            DType::F16 => each.map(|b| half::f16::from_le_bytes(b.try_into().unwrap()).to_f64()).collect(),
-            DType::I32 => each.map(|b| i32::from_le_bytes(b.try_into().unwrap()).into()).collect(),
+            DType::F32 => each.map(|b| f32::from_le_bytes(b.try_into().expect("whole")).into()).collect(),
+            DType::F64 => each.map(|b| f64::from_le_bytes(b.try_into().expect("whole"))).collect(),
+            DType::Bf16 => each.map(|b| bf16::from_le_bytes(b.try_into().expect("whole")).to_f64()).collect(),
+            DType::F16 => each.map(|b| half::f16::from_le_bytes(b.try_into().expect("whole")).to_f64()).collect(),
+            DType::I32 => each.map(|b| i32::from_le_bytes(b.try_into().expect("whole")).into()).collect(),
         }
     }
 }

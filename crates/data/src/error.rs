@@ -71,7 +71,9 @@ pub enum DataError {
         problem: String,
     },
     /// A token that the model has no row for.
-    #[error("token {token} at position {position} of {place} is not below the model's vocabulary of {vocabulary}; use a model with a larger vocabulary, or the tokenizer that it was made for")]
+    #[error(
+        "token {token} at position {position} of {place} is not below the model's vocabulary of {vocabulary}; use a model with a larger vocabulary, or the tokenizer that it was made for"
+    )]
     Vocabulary {
         /// Where.
         place: String,

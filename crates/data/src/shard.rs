@@ -328,7 +328,8 @@ pub fn write_bin(
         let what = paths.iter().map(|p| p.display().to_string()).collect::<Vec<_>>().join(", ");
         return Err(DataError::Empty { what });
     }
-    let count = i32::try_from(tokens).map_err(|_| wrong(format!("{tokens} tokens are more than one shard can hold")))?;
+    let count =
+        i32::try_from(tokens).map_err(|_| wrong(format!("{tokens} tokens are more than one shard can hold")))?;
     let mut head = [0; HEADER];
     for (i, word) in [MAGIC, VERSION, count].into_iter().enumerate() {
         head[4 * i..4 * i + 4].copy_from_slice(&word.to_le_bytes());

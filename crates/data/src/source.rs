@@ -24,9 +24,40 @@ pub(crate) struct Source {
 
 /// Endings of files that are no text.
 const NO_TEXT: [&str; 34] = [
-    "parquet", "arrow", "gz", "zst", "xz", "bz2", "zip", "tar", "7z", "png", "jpg", "jpeg", "gif", "webp", "pdf", "mp3",
-    "mp4", "wav", "so", "o", "a", "exe", "pt", "pth", "npy", "npz", "safetensors", "gguf", "pickle", "pkl", "sqlite",
-    "db", "pyc", "wasm",
+    "parquet",
+    "arrow",
+    "gz",
+    "zst",
+    "xz",
+    "bz2",
+    "zip",
+    "tar",
+    "7z",
+    "png",
+    "jpg",
+    "jpeg",
+    "gif",
+    "webp",
+    "pdf",
+    "mp3",
+    "mp4",
+    "wav",
+    "so",
+    "o",
+    "a",
+    "exe",
+    "pt",
+    "pth",
+    "npy",
+    "npz",
+    "safetensors",
+    "gguf",
+    "pickle",
+    "pkl",
+    "sqlite",
+    "db",
+    "pyc",
+    "wasm",
 ];
 
 fn format(path: &Path) -> Option<Format> {
@@ -63,10 +94,8 @@ fn source(path: &Path, format: Format) -> Result<Source, DataError> {
 
 fn walk(folder: &Path, found: &mut Vec<Source>) -> Result<(), DataError> {
     let entries = std::fs::read_dir(folder).map_err(DataError::io("read folder", folder))?;
-    let mut paths: Vec<PathBuf> = entries
-        .map(|e| e.map(|e| e.path()))
-        .collect::<Result<_, _>>()
-        .map_err(DataError::io("read folder", folder))?;
+    let mut paths: Vec<PathBuf> =
+        entries.map(|e| e.map(|e| e.path())).collect::<Result<_, _>>().map_err(DataError::io("read folder", folder))?;
     paths.sort();
     for path in paths {
         let hidden = path.file_name().is_some_and(|n| n.as_encoded_bytes().starts_with(b"."));
@@ -156,12 +185,14 @@ fn json_lines(source: &Source, tokenizer: &Tokenizer, sink: &mut dyn Sink) -> Re
             continue;
         }
         let wrong = |problem: String| DataError::Line { path: path.clone(), line, problem };
-        let value: serde_json::Value =
-            serde_json::from_slice(&raw).map_err(|e| wrong(format!("not JSON (column {}): {}", e.column(), reason(&e))))?;
+        let value: serde_json::Value = serde_json::from_slice(&raw)
+            .map_err(|e| wrong(format!("not JSON (column {}): {}", e.column(), reason(&e))))?;
         let text = match value.get("text") {
             Some(serde_json::Value::String(text)) => text,
             Some(_) => return Err(wrong("its `text` is not a string".into())),
-            None => return Err(wrong("it has no `text` field; each line is an object such as {\"text\": \"...\"}".into())),
+            None => {
+                return Err(wrong("it has no `text` field; each line is an object such as {\"text\": \"...\"}".into()));
+            }
         };
         if !text.is_empty() {
             sink.begin(tokenizer.end_of_text())?;
@@ -195,8 +226,7 @@ fn shard(source: &Source, tokenizer: &Tokenizer, sink: &mut dyn Sink) -> Result<
     while left > 0 {
         let n = (left as usize).min(PIECE);
         file.read_exact(&mut raw[..n]).map_err(DataError::io("read", path))?;
-        let ids: Vec<u32> =
-            raw[..n].chunks_exact(2).map(|b| u32::from(u16::from_le_bytes([b[0], b[1]]))).collect();
+        let ids: Vec<u32> = raw[..n].chunks_exact(2).map(|b| u32::from(u16::from_le_bytes([b[0], b[1]]))).collect();
         // Documents carry their own end-of-text; a shard that begins in the middle of one begins a document all the same.
         if first && tokenizer.takes_bytes() && ids[0] == GPT2_END {
             end = GPT2_END;

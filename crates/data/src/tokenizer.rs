@@ -26,8 +26,7 @@ enum Kind {
 const BYTES_END: u32 = 256;
 
 /// Names that tokenizers give the token between documents, the more specific first.
-const END_NAMES: [&str; 7] =
-    ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]"];
+const END_NAMES: [&str; 7] = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]"];
 
 impl Tokenizer {
     /// Opens a tokenizer.

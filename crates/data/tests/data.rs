@@ -153,7 +153,10 @@ fn shards_that_are_written_come_back() {
     let from_shard = open(&room.config(&[out])).expect("data");
     assert_eq!(windows(&from_text, 4), windows(&from_shard, 4));
     let empty = room.file("empty.txt", "");
-    assert!(matches!(write_bin(&[empty], &tokenizer, &room.0.path().join("e.bin"), &mut |_| ()), Err(DataError::Empty { .. })));
+    assert!(matches!(
+        write_bin(&[empty], &tokenizer, &room.0.path().join("e.bin"), &mut |_| ()),
+        Err(DataError::Empty { .. })
+    ));
     assert!(!room.0.path().join("e.bin").exists(), "nothing half-written");
 }
 
@@ -169,7 +172,10 @@ fn what_is_not_there_or_too_short_is_said() {
     assert!(refused(&room.config(&[empty])).contains("no text in it"));
     assert!(refused(&room.config(&[room.file("e.txt", "")])).contains("no text in it"));
     let message = refused(&DataConfig { seq_len: 4, ..room.config(&[text.clone()]) });
-    assert_eq!(message, "the training data has 4 tokens, and a sequence of 4 needs 5; give more data or a smaller --seq-len");
+    assert_eq!(
+        message,
+        "the training data has 4 tokens, and a sequence of 4 needs 5; give more data or a smaller --seq-len"
+    );
     let message = refused(&DataConfig { seq_len: 2, vocabulary: 98, ..room.config(&[text]) });
     assert!(message.contains("token 256 at position 0 of the training data"), "{message}");
 }
@@ -189,13 +195,17 @@ fn tokenizer_files_are_used_and_checked() {
     assert_eq!((tokenizer.vocabulary(), tokenizer.end_of_text()), (7, 6));
     assert_eq!(tokenizer.encode("abcab a").expect("encoded"), [4, 3, 5, 0]);
     assert_eq!(tokenizer.decode(&[6, 4, 3, 5, 0]), "abcab a");
-    let config = DataConfig { tokenizer: choice.clone(), vocabulary: 7, ..room.config(&[room.file("a.txt", "abcab ab a")]) };
+    let config =
+        DataConfig { tokenizer: choice.clone(), vocabulary: 7, ..room.config(&[room.file("a.txt", "abcab ab a")]) };
     assert_eq!(sample(&open(&config).expect("data"), 4, 0)[0], [6, 4, 3, 5]);
     let broken = [b"ab".as_slice(), &[0xff], b"c"].concat();
-    let message = refused(&DataConfig { tokenizer: choice, vocabulary: 7, ..room.config(&[room.file("b.txt", broken)]) });
+    let message =
+        refused(&DataConfig { tokenizer: choice, vocabulary: 7, ..room.config(&[room.file("b.txt", broken)]) });
     assert!(message.contains("b.txt: byte 2 is not UTF-8"), "{message}");
     // The library is known to panic on this one.
-    let crafted = BPE.replace(r#""a":0,"b":1,"c":2,"ab":3,"abc":4," ":5"#, r#""aa":0,"bb":1"#).replace(r#"["a","b"],["ab","c"]"#, r#"["aa","bb"]"#);
+    let crafted = BPE
+        .replace(r#""a":0,"b":1,"c":2,"ab":3,"abc":4," ":5"#, r#""aa":0,"bb":1"#)
+        .replace(r#"["a","b"],["ab","c"]"#, r#"["aa","bb"]"#);
     for (name, text) in [("no.json", "{}"), ("text.json", "hello"), ("crafted.json", crafted.as_str())] {
         let file = room.file(name, text);
         let message = Tokenizer::open(&TokenizerChoice::File(file)).err().expect("refused").to_string();

@@ -11,7 +11,14 @@ use crate::session::control;
 
 /// Votes and barriers of all ranks. A single rank needs no communicator.
 pub struct Control {
-    link: Option<(Arc<dyn Communicator>, Arc<dyn Backend>, View)>,
+    link: Option<Link>,
+}
+
+struct Link {
+    all: Arc<dyn Communicator>,
+    backend: Arc<dyn Backend>,
+    /// fp64 `[1]`: the ballot.
+    view: View,
 }
 
 impl Control {
@@ -26,16 +33,16 @@ impl Control {
         let set_up = |source| EngineError::SetUp { what: "control memory", source };
         let arena = backend.allocate(Place::Host, Bytes(4096)).map_err(set_up)?;
         let view = View { arena, offset: 0, len: 1, dtype: DType::F64 };
-        Ok(Self { link: Some((link, backend, view)) })
+        Ok(Self { link: Some(Link { all: link, backend, view }) })
     }
 
     /// True on every rank when `flag` is true on any.
     pub fn any(&self, flag: bool) -> Result<bool, EngineError> {
-        let Some((link, backend, view)) = &self.link else { return Ok(flag) };
+        let Some(Link { all, backend, view }) = &self.link else { return Ok(flag) };
         let set_up = |source| EngineError::SetUp { what: "a vote", source };
         let mut bytes = f64::from(u8::from(flag)).to_le_bytes();
         backend.upload(&bytes, *view).map_err(set_up)?;
-        link.all_reduce(*view).map_err(control("a vote of all ranks"))?;
+        all.all_reduce(*view).map_err(control("a vote of all ranks"))?;
         backend.download(*view, &mut bytes).map_err(set_up)?;
         Ok(f64::from_le_bytes(bytes) != 0.0)
     }
@@ -43,15 +50,15 @@ impl Control {
     /// Returns when every rank has called it.
     pub fn barrier(&self) -> Result<(), EngineError> {
         match &self.link {
-            Some((link, ..)) => link.barrier().map_err(control("a barrier of all ranks")),
+            Some(link) => link.all.barrier().map_err(control("a barrier of all ranks")),
             None => Ok(()),
         }
     }
 
     /// Makes every wait of every rank fail.
     pub fn abort(&self, reason: &str) {
-        if let Some((link, ..)) = &self.link {
-            link.abort(reason);
+        if let Some(link) = &self.link {
+            link.all.abort(reason);
         }
     }
 }

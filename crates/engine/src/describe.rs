@@ -45,10 +45,7 @@ pub fn model_spec(
 }
 
 fn named(tensors: Vec<Tensor>) -> Vec<NamedTensor> {
-    tensors
-        .into_iter()
-        .map(|t| NamedTensor { name: t.name.to_owned(), elements: t.elements, dtype: t.dtype })
-        .collect()
+    tensors.into_iter().map(|t| NamedTensor { name: t.name.to_owned(), elements: t.elements, dtype: t.dtype }).collect()
 }
 
 /// Which unit owns which parameter.

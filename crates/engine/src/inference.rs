@@ -131,11 +131,8 @@ impl Inference {
     }
 
     fn logits_view(&self, index: usize) -> Result<View, DeviceError> {
-        let scratch = self.model.units[index].scratch(
-            self.backend.as_ref(),
-            BatchShape { batch: 1, seq: self.seq },
-            self.dtype,
-        );
+        let scratch =
+            self.model.units[index].scratch(self.backend.as_ref(), BatchShape { batch: 1, seq: self.seq }, self.dtype);
         let at = scratch.iter().position(|t| t.name == "logits");
         let at = at.ok_or_else(|| DeviceError::Missing("the loss unit has no scratch tensor named logits".into()))?;
         Ok(self.layout.scratch[index][at].slice(0, self.model.vocabulary))

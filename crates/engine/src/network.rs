@@ -46,7 +46,10 @@ impl Links {
     /// # Panics
     /// When a plan names one that `open` did not make: a bug of the plan.
     pub fn group(&self, group: Group, lane: Lane) -> &dyn Communicator {
-        self.by_lane.get(&(group, lane)).unwrap_or_else(|| panic!("no communicator of {group:?} on lane {lane}")).as_ref()
+        self.by_lane
+            .get(&(group, lane))
+            .unwrap_or_else(|| panic!("no communicator of {group:?} on lane {lane}"))
+            .as_ref()
     }
 
     /// The communicator for messages between stages; a peer's index is its rank.

@@ -103,9 +103,8 @@ fn stages_give_the_same_bits() {
                     assert_same_bits(&run(stage, 1), &zero, &format!("{dtype} stage {stage}, {ranks} ranks"));
                 }
             }
-            let run = |stage| {
-                Case { ranks: 2, stage, micro_batches: 3, dtype, steps: 2, ..Case::plain(model.clone()) }.run()
-            };
+            let run =
+                |stage| Case { ranks: 2, stage, micro_batches: 3, dtype, steps: 2, ..Case::plain(model.clone()) }.run();
             assert_same_bits(&run(1), &run(0), &format!("{dtype} stage 1 and 0, 3 micro-batches"));
             assert_same_bits(&run(3), &run(2), &format!("{dtype} stage 3 and 2, 3 micro-batches"));
         }

@@ -5,7 +5,9 @@
 //! `examples/custom_model.rs`.
 #![forbid(unsafe_code)]
 
+mod command;
 mod corpus;
+mod files;
 pub mod options;
 mod plan;
 mod run;
@@ -13,6 +15,7 @@ mod sample;
 mod train;
 pub mod worker;
 
+pub use files::{export_main, tokenize_main};
 pub use plan::plan_main;
 pub use run::{builtin_model, run, train_main};
 pub use sample::sample_main;

@@ -3,12 +3,13 @@
 use clap::Parser;
 use gpurun_device::CpuSizes;
 use gpurun_engine::{EngineError, model_spec};
-use gpurun_model::{BatchShape, ModelError};
+use gpurun_model::BatchShape;
 use gpurun_plan::{CollectiveVolume, MemoryItem, Plan, checkpoint_bytes, collective_volume, memory_report};
 use gpurun_types::{Bytes, Place};
 use serde::Serialize;
 
-use crate::options::{OptionsError, TrainArgs, TrainOptions, one_line};
+use crate::command::{Failure, command};
+use crate::options::{TrainArgs, TrainOptions};
 use crate::train::{TrainError, plan_options};
 
 /// Show what each rank of `train` with these options would hold in memory and send, without running it
@@ -23,20 +24,6 @@ struct PlanArgs {
     /// The instructions of rank 0 instead of tables
     #[arg(long, conflicts_with = "json")]
     listing: bool,
-}
-
-#[derive(Debug, thiserror::Error)]
-enum PlanCommandError {
-    #[error("{0}")]
-    Usage(String),
-    #[error(transparent)]
-    Options(#[from] OptionsError),
-    #[error(transparent)]
-    Model(#[from] ModelError),
-    #[error(transparent)]
-    Engine(#[from] EngineError),
-    #[error(transparent)]
-    Train(#[from] TrainError),
 }
 
 /// What `--json` prints.
@@ -61,32 +48,23 @@ struct RankReport {
 impl RankReport {
     /// The same bytes under the same names, and as much to send.
     fn holds_as(&self, other: &Self) -> bool {
-        self.items == other.items && self.collectives == other.collectives && self.checkpoint_bytes == other.checkpoint_bytes
+        self.items == other.items
+            && self.collectives == other.collectives
+            && self.checkpoint_bytes == other.checkpoint_bytes
     }
 }
 
 /// `plan` with these arguments for `nproc` ranks; the process's exit code.
 pub fn plan_main(arguments: impl IntoIterator<Item = std::ffi::OsString>, nproc: u32) -> u8 {
-    let command = std::iter::once("plan".into()).chain(arguments);
-    let outcome = match PlanArgs::try_parse_from(command) {
-        Ok(args) => show(args, nproc),
-        Err(error) if !error.use_stderr() => Ok(error.render().to_string()),
-        Err(error) => Err(PlanCommandError::Usage(one_line(&error))),
-    };
-    match outcome {
-        Ok(text) => {
-            // A reader that closed the pipe has read enough.
-            let _closed = std::io::Write::write_all(&mut std::io::stdout(), text.as_bytes());
-            0
-        }
-        Err(error) => {
-            eprintln!("gpurun: {error}");
-            if let PlanCommandError::Engine(error) = &error { error.exit_code() } else { 2 }
-        }
-    }
+    command::<PlanArgs>("plan", arguments, |args| {
+        let text = show(args, nproc)?;
+        // A reader that closed the pipe has read enough.
+        let _closed = std::io::Write::write_all(&mut std::io::stdout(), text.as_bytes());
+        Ok(())
+    })
 }
 
-fn show(args: PlanArgs, nproc: u32) -> Result<String, PlanCommandError> {
+fn show(args: PlanArgs, nproc: u32) -> Result<String, Failure> {
     let (json, listing) = (args.json, args.listing);
     let options = args.train.resolve()?;
     let (plan, report) = build(&options, nproc)?;
@@ -100,9 +78,9 @@ fn show(args: PlanArgs, nproc: u32) -> Result<String, PlanCommandError> {
     Ok(tables(&report))
 }
 
-fn build(options: &TrainOptions, nproc: u32) -> Result<(Plan, Report), PlanCommandError> {
+fn build(options: &TrainOptions, nproc: u32) -> Result<(Plan, Report), Failure> {
     let micro = options.micro_batches(nproc)?;
-    let model = options.model.config.build()?;
+    let model = options.model.config.build().map_err(TrainError::from)?;
     options.check_context(model.max_seq)?;
     let shape = BatchShape { batch: micro.sequences, seq: options.seq_len };
     let spec = model_spec(&model, shape, options.dtype, &CpuSizes)?;

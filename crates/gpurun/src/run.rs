@@ -75,11 +75,12 @@ pub fn train_main(
 }
 
 /// Lines of `tracing` to stderr, as `RUST_LOG` asks; warnings by default.
-fn diagnostics() {
+pub(crate) fn diagnostics() {
     let filter = tracing_subscriber::EnvFilter::try_from_default_env()
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn"));
     // A program that has set its own up keeps it.
-    let _ = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_target(false).try_init();
+    let _ =
+        tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_target(false).try_init();
 }
 
 fn work(
@@ -186,9 +187,12 @@ impl Observer for Told {
 }
 
 impl TrainObserver for Told {
-    fn tokenising(&self, _progress: &Progress<'_>) {
+    fn tokenising(&self, progress: &Progress<'_>) {
         self.reporter.phase(0, WirePhase::Tokenising);
         self.reporter.progressed();
+        if progress.total > 0 {
+            self.reporter.task("tokenising", progress.done, progress.total);
+        }
     }
 
     fn started(&self, steps: u64, train: &[String], evaluate: &[String]) {
@@ -229,4 +233,3 @@ fn describe(s: &Summary) -> String {
 pub fn builtin_model(options: &TrainOptions) -> Result<Model, ModelError> {
     options.model.config.build()
 }
-

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use clap::Parser;
-use gpurun_checkpoint::{Checkpoint, Section, latest};
+use gpurun_checkpoint::Section;
 use gpurun_data::{Tokenizer as Words, TokenizerChoice};
 use gpurun_device::{Backend, CpuBackend};
 use gpurun_engine::{EngineError, Inference, Sampler};
@@ -13,7 +13,8 @@ use gpurun_model::ModelConfig;
 use gpurun_types::DType;
 use serde::Deserialize;
 
-use crate::options::{Tokenizer, one_line};
+use crate::command::{Failure, command, open_checkpoint};
+use crate::options::Tokenizer;
 
 /// Print text from a trained model
 #[derive(Parser, Debug)]
@@ -42,61 +43,18 @@ struct SampleArgs {
     threads: Option<usize>,
 }
 
-/// Why there is no text.
-#[derive(Debug, thiserror::Error)]
-enum SampleError {
-    #[error("{0}")]
-    Usage(String),
-    #[error("{0}")]
-    NoCheckpoint(String),
-    #[error(transparent)]
-    Checkpoint(#[from] gpurun_checkpoint::Error),
-    #[error(transparent)]
-    Data(#[from] gpurun_data::DataError),
-    #[error(transparent)]
-    Engine(#[from] EngineError),
-    #[error("the model of the checkpoint: {0}")]
-    Model(String),
-}
-
-impl SampleError {
-    fn exit_code(&self) -> u8 {
-        match self {
-            Self::Usage(_) | Self::Data(_) => 2,
-            Self::NoCheckpoint(_) | Self::Checkpoint(_) | Self::Model(_) => 5,
-            Self::Engine(error) => error.exit_code(),
-        }
-    }
-}
-
 /// `sample` with these arguments; the process's exit code.
 pub fn sample_main(arguments: impl IntoIterator<Item = std::ffi::OsString>) -> u8 {
-    let command = std::iter::once("sample".into()).chain(arguments);
-    let outcome = match SampleArgs::try_parse_from(command) {
-        Ok(args) => sample(&args),
-        Err(error) if !error.use_stderr() => {
-            // A closed pipe is the reader's choice.
-            let _ = error.print();
-            return 0;
-        }
-        Err(error) => Err(SampleError::Usage(one_line(&error))),
-    };
-    match outcome {
-        Ok(()) => 0,
-        Err(error) => {
-            eprintln!("gpurun: {error}");
-            error.exit_code()
-        }
-    }
+    command::<SampleArgs>("sample", arguments, |args| sample(&args))
 }
 
-fn sample(args: &SampleArgs) -> Result<(), SampleError> {
+fn sample(args: &SampleArgs) -> Result<(), Failure> {
     if !args.temperature.is_finite() || args.temperature < 0.0 {
-        return Err(SampleError::Usage(format!("--temperature: {}; give a number from 0", args.temperature)));
+        return Err(Failure::new(2, format!("--temperature: {}; give a number from 0", args.temperature)));
     }
-    let checkpoint = open(args)?;
+    let checkpoint = open_checkpoint(&args.checkpoint)?;
     let meta = checkpoint.meta();
-    let wrong = |what: String| SampleError::Model(what);
+    let wrong = |what: String| Failure::new(5, format!("the model of the checkpoint: {what}"));
     let config = ModelConfig::deserialize(&meta.model).map_err(|e| wrong(e.to_string()))?;
     let model = config.build().map_err(|e| wrong(e.to_string()))?;
     let words = words(meta)?;
@@ -110,30 +68,17 @@ fn sample(args: &SampleArgs) -> Result<(), SampleError> {
     generate(args, &inference, &words, seq)
 }
 
-fn open(args: &SampleArgs) -> Result<Checkpoint, SampleError> {
-    if args.checkpoint.join("manifest.json").is_file() {
-        let checkpoint = Checkpoint::open(&args.checkpoint)?;
-        checkpoint.verify()?;
-        return Ok(checkpoint);
-    }
-    let (checkpoint, refused) = latest(&args.checkpoint).map_err(|e| SampleError::NoCheckpoint(e.to_string()))?;
-    for refused in refused {
-        eprintln!("gpurun: passed over {}: {}", refused.path.display(), refused.reason);
-    }
-    Ok(checkpoint)
-}
-
 /// The tokenizer that the run used.
-fn words(meta: &gpurun_checkpoint::Meta) -> Result<Words, SampleError> {
+fn words(meta: &gpurun_checkpoint::Meta) -> Result<Words, Failure> {
     let choice = Tokenizer::deserialize(&meta.options["tokenizer"])
-        .map_err(|e| SampleError::Model(format!("its tokenizer: {e}")))?;
+        .map_err(|e| Failure::new(5, format!("the tokenizer of the checkpoint: {e}")))?;
     Ok(Words::open(&match choice {
         Tokenizer::Bytes => TokenizerChoice::Bytes,
         Tokenizer::File(file) => TokenizerChoice::File(file),
     })?)
 }
 
-fn generate(args: &SampleArgs, inference: &Inference, words: &Words, seq: usize) -> Result<(), SampleError> {
+fn generate(args: &SampleArgs, inference: &Inference, words: &Words, seq: usize) -> Result<(), Failure> {
     let mut text = vec![words.end_of_text()];
     text.extend(words.encode(&args.prompt)?);
     let first = text.len();

@@ -186,13 +186,8 @@ pub fn train(
         peak_flops: None,
         provenance: provenance(options),
     };
-    let trainer = Trainer {
-        session: &job.session,
-        dataset: &job.dataset,
-        control: &job.control,
-        settings: &settings,
-        observer,
-    };
+    let trainer =
+        Trainer { session: &job.session, dataset: &job.dataset, control: &job.control, settings: &settings, observer };
     let summary = trainer.run(start)?;
     if !summary.stopped && summary.tokens > 0 {
         job.show_sample(steps)?;
@@ -238,7 +233,8 @@ fn open_control(place: &RankPlace<'_>) -> Result<Control, EngineError> {
 
 fn open_session(options: &TrainOptions, model: Arc<Model>, place: &RankPlace<'_>) -> Result<Session, TrainError> {
     let backend: Arc<dyn Backend> = Arc::new(
-        CpuBackend::new(options.threads.unwrap_or(place.threads)).map_err(|source| EngineError::SetUp { what: "starting the CPU backend", source })?,
+        CpuBackend::new(options.threads.unwrap_or(place.threads))
+            .map_err(|source| EngineError::SetUp { what: "starting the CPU backend", source })?,
     );
     let micro = options.micro_batches(place.world)?;
     let settings = SessionOptions {

@@ -141,8 +141,7 @@ impl<'a> Builder<'a> {
         }
         let (dp, row) = (options.mesh.dp as usize, builder.row());
         builder.scalars = builder.persistent("scalars".into(), Kind::Scalars, Place::Device, SCALARS, DType::F32);
-        builder.learning_rate =
-            builder.persistent("learning rate".into(), Kind::Scalars, Place::Device, 1, DType::F32);
+        builder.learning_rate = builder.persistent("learning rate".into(), Kind::Scalars, Place::Device, 1, DType::F32);
         builder.partials =
             builder.persistent("norms and losses".into(), Kind::Scalars, Place::Device, dp * row, DType::F64);
         builder.eval_losses =
@@ -209,7 +208,14 @@ impl<'a> Builder<'a> {
         self.buffer(name, kind, place, elements, dtype, true)
     }
 
-    pub(crate) fn transient(&mut self, name: String, kind: Kind, place: Place, elements: usize, dtype: DType) -> Region {
+    pub(crate) fn transient(
+        &mut self,
+        name: String,
+        kind: Kind,
+        place: Place,
+        elements: usize,
+        dtype: DType,
+    ) -> Region {
         self.buffer(name, kind, place, elements, dtype, false)
     }
 

@@ -31,5 +31,8 @@ fn plans_are_as_they_were() {
     compare("stage_3", &options(2, 3, 1));
     compare("recompute", &PlanOptions { recompute: Recompute::Full, ..options(1, 0, 1) });
     compare("offload_host", &offloaded(options(2, 2, 1), OffloadVia::Host));
-    compare("offload_stream", &PlanOptions { offload_fraction: 0.67, ..offloaded(options(1, 0, 1), OffloadVia::Stream) });
+    compare(
+        "offload_stream",
+        &PlanOptions { offload_fraction: 0.67, ..offloaded(options(1, 0, 1), OffloadVia::Stream) },
+    );
 }

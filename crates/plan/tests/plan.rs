@@ -91,10 +91,10 @@ fn collectives_in_another_order_name_both() {
     let plan = Plan::build(&chain(&[100, 200, 300], false, DType::Bf16), &options(2, 0, 1)).expect("legal");
     let instrs = &plan.ranks[1].train.instrs;
     // With its waits moved too there is no hazard: only the order is wrong.
-    let reduces: Vec<usize> =
-        (0..instrs.len()).filter(|i| matches!(instrs[*i].op, Op::ReduceScatter { .. })).collect();
+    let reduces: Vec<usize> = (0..instrs.len()).filter(|i| matches!(instrs[*i].op, Op::ReduceScatter { .. })).collect();
     let mut broken = plan.clone();
-    let all: Vec<InstrId> = (0..reduces[1] as u32).map(InstrId).filter(|i| !reduces.contains(&(i.0 as usize))).collect();
+    let all: Vec<InstrId> =
+        (0..reduces[1] as u32).map(InstrId).filter(|i| !reduces.contains(&(i.0 as usize))).collect();
     for (at, from) in [(reduces[0], reduces[1]), (reduces[1], reduces[0])] {
         broken.ranks[1].train.instrs[at].op = instrs[from].op.clone();
         broken.ranks[1].train.instrs[at].waits.clone_from(&all);
@@ -112,7 +112,10 @@ fn a_rank_without_one_collective_is_a_deadlock() {
     let at = plan.ranks[2].evaluate.instrs.iter().position(|i| matches!(i.op, Op::AllGather { .. }));
     broken.ranks[2].evaluate.instrs.truncate(at.expect("losses are gathered"));
     let error = verify(&broken).expect_err("two ranks wait for ever");
-    assert!(matches!(&error, VerifyError::Deadlock(what) if what.contains("rank 0") && !what.contains("rank 2")), "{error}");
+    assert!(
+        matches!(&error, VerifyError::Deadlock(what) if what.contains("rank 0") && !what.contains("rank 2")),
+        "{error}"
+    );
 }
 
 #[test]
@@ -131,7 +134,10 @@ fn bytes_follow_the_zero_paper() {
             let n = f64::from(dp);
             let cut = |on: bool| if on && dp > 1 { n } else { 1.0 };
             let near = |what: &str, got: f64, want: f64| {
-                assert!((got - want).abs() < 0.02 * want + 8192.0, "{what}, stage {stage}, {dp} ranks: {got}, not {want}");
+                assert!(
+                    (got - want).abs() < 0.02 * want + 8192.0,
+                    "{what}, stage {stage}, {dp} ranks: {got}, not {want}"
+                );
             };
             near("weights", of("weights"), 2.0 * total / cut(stage == 3));
             for state in ["master weights", "Adam m", "Adam v"] {

@@ -6,7 +6,9 @@ use std::sync::Arc;
 
 use gpurun_comm::{CommError, Communicator, Fabric, FabricOptions, Solo};
 use gpurun_device::{Backend, CpuBackend, LossScaling};
-use gpurun_engine::{AdamOptions, HostBatch, Network, Session, SessionOptions, State, StepInputs, StepOutcome, Watcher};
+use gpurun_engine::{
+    AdamOptions, HostBatch, Network, Session, SessionOptions, State, StepInputs, StepOutcome, Watcher,
+};
 use gpurun_model::{BatchShape, Model, ModelConfig};
 use gpurun_plan::{Mesh, OffloadVia, PlanOptions, Policy, Recompute, Schedule};
 use gpurun_types::{DType, Place, Rank};
@@ -132,10 +134,7 @@ impl Case {
                 schedule: Schedule::OneFOneB,
                 clip: true,
             },
-            shape: BatchShape {
-                batch: self.global_batch / (self.ranks * self.micro_batches) as usize,
-                seq: SEQ,
-            },
+            shape: BatchShape { batch: self.global_batch / (self.ranks * self.micro_batches) as usize, seq: SEQ },
             adam: AdamOptions {
                 beta1: 0.9,
                 beta2: 0.95,
@@ -205,23 +204,16 @@ impl Case {
             out.skipped.push(done.skipped);
             out.loss_scales.push(done.loss_scale);
         }
-        let sizes: BTreeMap<String, usize> = session
-            .model()
-            .units
-            .iter()
-            .flat_map(|u| u.params())
-            .map(|p| (p.name.clone(), p.elements()))
-            .collect();
+        let sizes: BTreeMap<String, usize> =
+            session.model().units.iter().flat_map(|u| u.params()).map(|p| (p.name.clone(), p.elements())).collect();
         for stretch in session.owned_stretches() {
             let state = match stretch.state {
                 State::Master => 0,
                 State::M => 1,
                 State::V => 2,
             };
-            let to = out
-                .state
-                .entry((stretch.name.clone(), state))
-                .or_insert_with(|| vec![f32::NAN; sizes[&stretch.name]]);
+            let to =
+                out.state.entry((stretch.name.clone(), state)).or_insert_with(|| vec![f32::NAN; sizes[&stretch.name]]);
             let to = &mut to[stretch.start..stretch.start + stretch.region.len];
             session.read_f32(stretch.region, to).expect("state can be read");
         }

@@ -107,7 +107,10 @@ impl Gradients {
             };
             if b.dp > 1 {
                 let Life { unit, accumulate, .. } = life;
-                b.emit(Lane::Reduce, Op::ReduceScatter { unit, group: Group::Data, src: whole, dst: shard, accumulate });
+                b.emit(
+                    Lane::Reduce,
+                    Op::ReduceScatter { unit, group: Group::Data, src: whole, dst: shard, accumulate },
+                );
             }
         }
     }

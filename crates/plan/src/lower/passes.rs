@@ -103,14 +103,7 @@ impl Passes {
         b.emit(Lane::Compute, Op::Forward { unit, micro, again, io });
     }
 
-    fn backward(
-        &mut self,
-        b: &mut Builder<'_>,
-        unit: UnitId,
-        micro: Micro,
-        weights: Vec<Region>,
-        grads: Vec<Region>,
-    ) {
+    fn backward(&mut self, b: &mut Builder<'_>, unit: UnitId, micro: Micro, weights: Vec<Region>, grads: Vec<Region>) {
         let spec = &b.spec.units[unit.0 as usize];
         let (input, scratch_tensors) = (spec.input, spec.scratch.clone());
         let (name, loss_unit) = (spec.name.clone(), spec.output == 0);

@@ -1,0 +1,120 @@
+//! What users get wrong: each mistake is one clear line and exit code 2, and nothing is left half-written.
+
+mod common;
+
+use std::path::{Path, PathBuf};
+
+use common::{gpurun, run};
+
+struct Room(tempfile::TempDir);
+
+impl Room {
+    fn new() -> Self {
+        Self(tempfile::tempdir().expect("a folder"))
+    }
+
+    fn path(&self, name: &str) -> String {
+        self.0.path().join(name).display().to_string()
+    }
+
+    fn file(&self, name: &str, contents: impl AsRef<[u8]>) -> String {
+        std::fs::write(self.0.path().join(name), contents).expect("a file");
+        self.path(name)
+    }
+}
+
+/// Runs `gpurun --nproc 2 train` with these words; the one line that it says.
+fn refused(words: &[&str]) -> String {
+    let mut command = gpurun(&["--nproc", "2", "train"]);
+    let cache = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("cache");
+    command.args(words).env("XDG_CACHE_HOME", cache);
+    let done = run(command);
+    assert_eq!(done.code, 2, "{words:?}: {done:?}");
+    assert_eq!(done.stderr.lines().count(), 1, "{words:?}: {done:?}");
+    assert!(!done.stdout.contains("step 1/"), "{words:?}: nothing is trained: {done:?}");
+    done.cause().to_owned()
+}
+
+fn says(words: &[&str], parts: &[&str]) {
+    let line = refused(words);
+    for part in parts {
+        assert!(line.contains(part), "{words:?} should name {part:?}: {line}");
+    }
+}
+
+#[test]
+fn options_that_are_wrong() {
+    let _limit = testkit::time_limit(120);
+    let room = Room::new();
+    says(&["--seq-length", "4"], &["--seq-length", "--seq-len"]);
+    let config = room.file("run.toml", "lr = 1e-3\nlernrate = 2\n");
+    says(&["--config", &config], &["run.toml:2", "lernrate"]);
+    says(&["--lr", "nan"], &["--lr", "NaN"]);
+    says(&["--lr=-1e-3"], &["--lr"]);
+    says(&["--global-batch", "7"], &["7", "2 ranks", "6 or 8"]);
+    says(&["--model", "gpt2-125m"], &["gpt2-125m", "gpt2-124m"]);
+    says(&["--seq-len", "1000"], &["1000", "256"]);
+    says(&["--steps", "3", "--epochs", "2"], &["--steps", "--epochs"]);
+    says(&["--zero", "4"], &["4"]);
+    says(&["--dtype", "fp8"], &["fp8", "bf16"]);
+}
+
+#[test]
+fn data_that_is_wrong() {
+    let _limit = testkit::time_limit(120);
+    let room = Room::new();
+    says(&["--data", "/no/such/data"], &["/no/such/data", "does not exist"]);
+    says(&["--data", &room.file("empty.txt", "")], &["empty.txt", "no text"]);
+    says(&["--data", &room.file("short.txt", "too short")], &["10 tokens", "--seq-len"]);
+    says(&["--data", &room.file("bad.jsonl", "{\"text\": \"ok\"}\n{oops\n")], &["bad.jsonl:2", "not JSON"]);
+    says(&["--data", &room.file("bad.bin", [7; 2000])], &["bad.bin", "no token shard"]);
+    says(&["--tokenizer", &room.file("not.json", "{}")], &["not.json", "no tokenizer"]);
+    let mut shard: Vec<u8> = [20_240_520i32, 1, 600].iter().flat_map(|w| w.to_le_bytes()).collect();
+    shard.resize(1024, 0);
+    shard.extend([9u16; 600].iter().flat_map(|t| t.to_le_bytes()));
+    shard[1024 + 2 * 77..][..2].copy_from_slice(&999u16.to_le_bytes());
+    says(&["--data", &room.file("ids.bin", shard)], &["token 999", "position 78", "vocabulary of 257"]);
+}
+
+#[test]
+fn places_that_cannot_be_written() {
+    let _limit = testkit::time_limit(60);
+    let room = Room::new();
+    let file = room.file("a-file", "");
+    says(&["--steps", "2", "--out", &format!("{file}/below")], &["a-file"]);
+    says(&["--steps", "2", "--metrics", &format!("{file}/below.jsonl")], &["a-file"]);
+    assert_eq!(std::fs::read(Path::new(&file)).expect("still there"), b"");
+}
+
+#[test]
+fn launcher_options_that_are_wrong() {
+    let _limit = testkit::time_limit(60);
+    for (words, part) in [
+        (&["--nproc", "0", "train"][..], "--nproc"),
+        (&["--nproc", "many", "train"], "many"),
+        (&["trian"], "train"),
+        (&["--nprocs", "2", "train"], "--nproc"),
+        (&["sample", "--checkpoint"], "--checkpoint"),
+    ] {
+        let done = run(gpurun(words));
+        assert_eq!(done.code, 2, "{words:?}: {done:?}");
+        assert!(done.stderr.contains(part) && done.stderr.lines().count() == 1, "{words:?}: {done:?}");
+    }
+}
+
+#[test]
+fn checkpoints_that_are_none() {
+    let _limit = testkit::time_limit(60);
+    let room = Room::new();
+    let empty = room.path("empty");
+    std::fs::create_dir(&empty).expect("a folder");
+    for command in [
+        &["sample", "--checkpoint", &empty][..],
+        &["export", "--checkpoint", &empty, "--out", &room.path("out")],
+        &["--nproc", "2", "train", "--resume", &empty],
+    ] {
+        let done = run(gpurun(command));
+        assert_eq!(done.code, 5, "{command:?}: {done:?}");
+        assert!(done.cause().contains(&empty), "{done:?}");
+    }
+}
