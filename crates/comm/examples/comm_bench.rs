@@ -53,7 +53,8 @@ fn main() {
     println!("{:15} {:8.2} ms  {:6.2} GB/s", "memcpy", copy * 1e3, gb / copy);
     let fabrics = Fabric::threads(world as u32, FabricOptions::default());
     let tables: Vec<Vec<f64>> = std::thread::scope(|scope| {
-        let handles: Vec<_> = fabrics.into_iter().enumerate().map(|(r, f)| scope.spawn(move || rank(r, world, len, &f))).collect();
+        let handles: Vec<_> =
+            fabrics.into_iter().enumerate().map(|(r, f)| scope.spawn(move || rank(r, world, len, &f))).collect();
         handles.into_iter().map(|h| h.join().expect("a rank")).collect()
     });
     for (i, (name, _)) in COLLECTIVES.iter().enumerate() {
