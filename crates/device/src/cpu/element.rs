@@ -22,6 +22,28 @@ pub(super) trait Float: Stored {
     fn load(src: &[Self], dst: &mut [f32]);
     /// Rounds a run, to nearest even.
     fn store(src: &[f32], dst: &mut [Self]);
+
+    /// A run as fp32: itself, or widened into the buffer, which is at least as long.
+    fn wide<'a>(src: &'a [Self], buffer: &'a mut [f32]) -> &'a [f32] {
+        let buffer = &mut buffer[..src.len()];
+        Self::load(src, buffer);
+        buffer
+    }
+
+    /// Lets `body` write a run in fp32: in place, or in the buffer, which is then rounded.
+    fn write(dst: &mut [Self], buffer: &mut [f32], body: impl FnOnce(&mut [f32])) {
+        let buffer = &mut buffer[..dst.len()];
+        body(buffer);
+        Self::store(buffer, dst);
+    }
+
+    /// Lets `body` change a run in fp32: in place, or widened into the buffer, which is then rounded.
+    fn update(dst: &mut [Self], buffer: &mut [f32], body: impl FnOnce(&mut [f32])) {
+        let buffer = &mut buffer[..dst.len()];
+        Self::load(dst, buffer);
+        body(buffer);
+        Self::store(buffer, dst);
+    }
     /// The run itself where it is fp32 already.
     fn as_wide(_src: &[Self]) -> Option<&[f32]> {
         None
@@ -43,6 +65,18 @@ impl Float for f32 {
 
     fn store(src: &[f32], dst: &mut [Self]) {
         dst.copy_from_slice(src);
+    }
+
+    fn wide<'a>(src: &'a [Self], _buffer: &'a mut [f32]) -> &'a [f32] {
+        src
+    }
+
+    fn write(dst: &mut [Self], _buffer: &mut [f32], body: impl FnOnce(&mut [f32])) {
+        body(dst);
+    }
+
+    fn update(dst: &mut [Self], _buffer: &mut [f32], body: impl FnOnce(&mut [f32])) {
+        body(dst);
     }
 }
 

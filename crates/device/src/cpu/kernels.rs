@@ -1,7 +1,5 @@
 //! Loops over fp32 rows, compiled for the vector units that machines have and chosen at run time.
 
-use multiversion::multiversion;
-
 /// `e^x` to about 2 units in the last place; 0 below the smallest normal result, infinity above the largest.
 ///
 /// Range reduction by ln 2 in two parts and a polynomial of degree 6 (after Cephes). No conversion to an integer and no
@@ -34,28 +32,40 @@ pub(super) fn exp(x: f32) -> f32 {
 const GELU_A: f32 = 0.797_884_6; // sqrt(2 / pi)
 const GELU_B: f32 = 0.044_715;
 
+/// Derivative of gelu: with `s = 1 / (1 + e^-2u)`, `s + 2 x s (1 - s) u'`.
+#[inline(always)]
+fn gelu_slope(x: f32) -> f32 {
+    let s = 1.0 / (1.0 + exp(-2.0 * GELU_A * (x + GELU_B * x * x * x)));
+    let du = GELU_A * (1.0 + 3.0 * GELU_B * x * x);
+    s + 2.0 * x * s * (1.0 - s) * du
+}
+
 macro_rules! vectorised {
     ($($(#[$doc:meta])* fn $name:ident($($arg:ident: $type:ty),* $(,)?) $(-> $ret:ty)? $body:block)*) => {
         $($(#[$doc])*
-        #[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl+avx2+fma", "x86_64+avx2+fma"))]
+        #[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl+avx2+fma", "x86_64+avx2+fma"))]
         pub(super) fn $name($($arg: $type),*) $(-> $ret)? $body)*
     };
 }
+pub(super) use vectorised;
 
-/// Sixteen running sums, added up in a fixed order: a sum that vectorises and depends only on its inputs.
+/// The sum of `term` over elements of slices of one length, in sixteen running sums that are added up in a fixed order: it
+/// vectorises and depends only on its inputs.
 #[inline(always)]
-fn sum16(len: usize, term: impl Fn(usize) -> f32) -> f32 {
+pub(super) fn sum16<const N: usize>(slices: [&[f32]; N], term: impl Fn([f32; N]) -> f32) -> f32 {
+    let len = slices[0].len();
+    assert!(slices.iter().all(|slice| slice.len() == len));
     let mut acc = [0.0f32; 16];
     let whole = len / 16 * 16;
-    let mut i = 0;
-    while i < whole {
+    for start in (0..whole).step_by(16) {
+        // One check of bounds for sixteen elements: one each would keep the loop from vectorising.
+        let blocks: [&[f32; 16]; N] = slices.map(|s| s[start..start + 16].try_into().expect("sixteen elements"));
         for (lane, a) in acc.iter_mut().enumerate() {
-            *a += term(i + lane);
+            *a += term(blocks.map(|block| block[lane]));
         }
-        i += 16;
     }
     for (lane, a) in acc.iter_mut().enumerate().take(len - whole) {
-        *a += term(whole + lane);
+        *a += term(slices.map(|slice| slice[whole + lane]));
     }
     tree16(acc)
 }
@@ -73,17 +83,6 @@ fn tree16(mut acc: [f32; 16]) -> f32 {
     acc[0]
 }
 
-/// Statistics of a row and the means over it that the gradient of its norm needs.
-#[derive(Clone, Copy)]
-pub(super) struct NormRow {
-    pub mean: f32,
-    pub rstd: f32,
-    /// Mean of `dy * w`; 0 for RMS norm.
-    pub plain: f32,
-    /// Mean of `dy * w * xhat`.
-    pub weighted: f32,
-}
-
 vectorised! {
     /// `x (1 + tanh u) / 2 = x / (1 + e^-2u)`.
     fn gelu(x: &[f32], y: &mut [f32]) {
@@ -93,13 +92,16 @@ vectorised! {
         }
     }
 
-    /// With `s = 1 / (1 + e^-2u)`: `dx = dy (s + 2 x s (1 - s) u')`.
     fn gelu_grad(x: &[f32], dy: &[f32], dx: &mut [f32]) {
         for ((dx, dy), x) in dx.iter_mut().zip(dy).zip(x) {
-            let x = *x;
-            let s = 1.0 / (1.0 + exp(-2.0 * GELU_A * (x + GELU_B * x * x * x)));
-            let du = GELU_A * (1.0 + 3.0 * GELU_B * x * x);
-            *dx = *dy * (s + 2.0 * x * s * (1.0 - s) * du);
+            *dx = *dy * gelu_slope(*x);
+        }
+    }
+
+    /// `dx` over `dy`.
+    fn gelu_grad_over(x: &[f32], dy: &mut [f32]) {
+        for (dy, x) in dy.iter_mut().zip(x) {
+            *dy *= gelu_slope(*x);
         }
     }
 
@@ -125,18 +127,8 @@ vectorised! {
         }
     }
 
-    fn sum(x: &[f32]) -> f32 {
-        sum16(x.len(), |i| x[i])
-    }
-
     fn dot(x: &[f32], y: &[f32]) -> f32 {
-        assert_eq!(x.len(), y.len());
-        sum16(x.len(), |i| x[i] * y[i])
-    }
-
-    /// `sum (x - mean)^2`.
-    fn squares_about(x: &[f32], mean: f32) -> f32 {
-        sum16(x.len(), |i| (x[i] - mean) * (x[i] - mean))
+        sum16([x, y], |[x, y]| x * y)
     }
 
     /// `sum x^2` in fp64, in eight running sums added up in a fixed order.
@@ -194,31 +186,6 @@ vectorised! {
         for (dp, p) in dp.iter_mut().zip(p) {
             *p = exp(*p * scale - lse);
             *dp = *p * (*dp - delta) * scale;
-        }
-    }
-
-    /// `y = (x - mean) * rstd * weight`.
-    fn normalise(x: &[f32], mean: f32, rstd: f32, weight: &[f32], y: &mut [f32]) {
-        for ((y, x), w) in y.iter_mut().zip(x).zip(weight) {
-            *y = (*x - mean) * rstd * *w;
-        }
-    }
-
-    /// `sum dy * w` and `sum dy * w * xhat`.
-    fn norm_sums(x: &[f32], mean: f32, rstd: f32, weight: &[f32], dy: &[f32]) -> (f32, f32) {
-        assert!(x.len() == weight.len() && x.len() == dy.len());
-        let plain = sum16(x.len(), |i| dy[i] * weight[i]);
-        let weighted = sum16(x.len(), |i| dy[i] * weight[i] * ((x[i] - mean) * rstd));
-        (plain, weighted)
-    }
-
-    /// `dx = (dy * w - plain - xhat * weighted) * rstd`, over `dy`; adds `dy * xhat` to `dweight` and `dy` to `dbias`.
-    fn norm_grad(x: &[f32], row: NormRow, weight: &[f32], dy: &mut [f32], dweight: &mut [f32], dbias: &mut [f32]) {
-        for ((((dy, x), w), dw), db) in dy.iter_mut().zip(x).zip(weight).zip(dweight).zip(dbias) {
-            let xhat = (*x - row.mean) * row.rstd;
-            *dw += *dy * xhat;
-            *db += *dy;
-            *dy = (*dy * *w - row.plain - xhat * row.weighted) * row.rstd;
         }
     }
 

@@ -12,6 +12,7 @@ mod kernels;
 mod loss;
 mod matmul;
 mod norm;
+mod norm_kernels;
 mod optimizer;
 mod pointwise;
 

@@ -1,16 +1,26 @@
 //! Layer norm and RMS norm.
 
+use std::ops::Range;
+
 use gpurun_types::{Bytes, DType, View};
 
 use super::element::{Float, by_float};
-use super::kernels::NormRow;
 use super::matmul::rows_per_partial;
-use super::{CpuBackend, Result, float, is, kernels, length, shape};
+use super::{CpuBackend, Result, float, is, kernels, length, norm_kernels, shape};
 use crate::{NormBackward, NormForward, NormKind};
 
-/// Two rows of sums and one of scratch for each piece of rows.
+/// Elements of rows that are worked on at a time: they stay in the first-level cache.
+const BLOCK: usize = 2048;
+
+/// Two rows of sums for each piece of rows.
 pub(super) fn scratch(rows: usize, width: usize) -> Bytes {
-    DType::F32.bytes(rows.div_ceil(rows_per_partial(rows)) * 4 * width)
+    DType::F32.bytes(rows.div_ceil(rows_per_partial(rows)) * 2 * width)
+}
+
+/// Blocks of whole rows.
+fn blocks(rows: Range<usize>, width: usize) -> impl Iterator<Item = Range<usize>> {
+    let step = (BLOCK / width).max(1);
+    rows.clone().step_by(step).map(move |start| start..(start + step).min(rows.end))
 }
 
 /// Scratch, whatever it is said to hold, as fp32.
@@ -67,35 +77,23 @@ impl CpuBackend {
         let sum = args.sum.map(|s| self.shared::<T>(s));
         let (x, residual) = (self.read::<T>(args.x), args.residual.map(|r| self.read::<T>(r)));
         self.rows(args.rows, width, |rows| {
-            let (mut row, mut out) = (vec![0.0; width], vec![0.0; width]);
-            for i in rows {
-                let at = i * width..(i + 1) * width;
-                T::load(&x[at.clone()], &mut row);
+            let room = (BLOCK / width).max(1) * width;
+            let (mut wide, mut out, mut total) = (vec![0.0; room], vec![0.0; room], vec![0.0; room]);
+            for r in blocks(rows, width) {
+                let at = r.start * width..r.end * width;
                 if let (Some(residual), Some(sum)) = (residual, &sum) {
-                    T::load(&residual[at.clone()], &mut out);
-                    kernels::add(&out, &mut row);
-                    // What later readers see is the rounded sum; statistics are taken of that.
-                    let stored = sum.part(at.clone());
-                    T::store(&row, stored);
-                    T::load(stored, &mut row);
+                    let (x, residual) = (T::wide(&x[at.clone()], &mut wide), T::wide(&residual[at.clone()], &mut out));
+                    T::write(sum.part(at.clone()), &mut total, |sum| norm_kernels::add(x, residual, sum));
                 }
-                let (m, variance) = match args.kind {
-                    NormKind::Layer => {
-                        let m = kernels::sum(&row) / width as f32;
-                        (m, kernels::squares_about(&row, m) / width as f32)
-                    }
-                    NormKind::Rms => (0.0, kernels::dot(&row, &row) / width as f32),
+                // What later readers see is the rounded sum; statistics are taken of that.
+                let x = sum.as_ref().map_or(&x[at.clone()], |sum| sum.get(at.clone()));
+                let x = T::wide(x, &mut wide);
+                let statistics = norm_kernels::Statistics {
+                    mean: mean.as_ref().map(|mean| mean.part(r.clone())),
+                    rstd: rstd.part(r.clone()),
+                    eps: args.eps,
                 };
-                let r = 1.0 / (variance + args.eps).sqrt();
-                kernels::normalise(&row, m, r, &weight, &mut out);
-                if let Some(bias) = &bias {
-                    kernels::add(bias, &mut out);
-                }
-                T::store(&out, y.part(at));
-                rstd.part(i..i + 1)[0] = r;
-                if let Some(mean) = &mean {
-                    mean.part(i..i + 1)[0] = m;
-                }
+                T::write(y.part(at), &mut out, |y| norm_kernels::forward(x, &weight, bias.as_deref(), y, statistics));
             }
         });
     }
@@ -126,6 +124,9 @@ impl CpuBackend {
             }
             is(OP, "dbias", dbias, DType::F32, width)?;
         }
+        if width == 0 {
+            return Err(shape(OP, "rows of no elements"));
+        }
         if args.scratch.bytes() < scratch(rows, width).0 {
             let needed = scratch(rows, width);
             return Err(shape(OP, format!("scratch has {} bytes, {needed} are needed", args.scratch.bytes())));
@@ -146,24 +147,25 @@ impl CpuBackend {
         let (x, dy, dx) = (self.read::<T>(args.x), self.shared::<T>(args.dy), self.shared::<T>(args.dx));
         let carry = args.carry.map(|carry| self.shared::<T>(carry));
         self.pieces(rows, grain, |piece| {
-            let at = piece.start / grain * 4 * width;
+            let at = piece.start / grain * 2 * width;
             let (dweight, dbias) = (partials.part(at..at + width), partials.part(at + width..at + 2 * width));
-            let (row, grad) =
-                (partials.part(at + 2 * width..at + 3 * width), partials.part(at + 3 * width..at + 4 * width));
             dweight.fill(0.0);
             dbias.fill(0.0);
-            for i in piece {
-                let at = i * width..(i + 1) * width;
-                T::load(&x[at.clone()], row);
+            let room = (BLOCK / width).max(1) * width;
+            let (mut wide, mut grad, mut other) = (vec![0.0; room], vec![0.0; room], vec![0.0; room]);
+            for r in blocks(piece, width) {
+                let at = r.start * width..r.end * width;
+                let grad = &mut grad[..at.len()];
                 T::load(dy.get(at.clone()), grad);
-                let (mean, rstd) = (mean.map_or(0.0, |m| m[i]), rstd[i]);
-                let (plain, weighted) = kernels::norm_sums(row, mean, rstd, &weight, grad);
-                let plain = if args.kind == NormKind::Layer { plain / width as f32 } else { 0.0 };
-                let of_row = NormRow { mean, rstd, plain, weighted: weighted / width as f32 };
-                kernels::norm_grad(row, of_row, &weight, grad, dweight, dbias);
+                let rows = norm_kernels::Rows {
+                    x: T::wide(&x[at.clone()], &mut wide),
+                    weight: &weight,
+                    mean: mean.map(|mean| &mean[r.clone()]),
+                    rstd: &rstd[r.clone()],
+                };
+                norm_kernels::backward(rows, grad, dweight, dbias);
                 if let Some(carry) = &carry {
-                    T::load(carry.get(at.clone()), row);
-                    kernels::add(row, grad);
+                    kernels::add(T::wide(carry.get(at.clone()), &mut other), grad);
                 }
                 T::store(grad, dx.part(at));
             }
@@ -171,7 +173,7 @@ impl CpuBackend {
         for (offset, grad) in [(0, Some(args.dweight)), (width, args.dbias)] {
             let Some(grad) = grad.map(|g| self.write::<f32>(g)) else { continue };
             for piece in 0..rows.div_ceil(grain) {
-                let at = piece * 4 * width + offset;
+                let at = piece * 2 * width + offset;
                 kernels::add(partials.get(at..at + width), grad);
             }
         }

@@ -81,8 +81,7 @@ impl CpuBackend {
                 let (grad, wide) = (&grad[r.clone()], &mut wide[..r.len()]);
                 let master = master.part(r.clone());
                 if let Some(step) = step {
-                    G::load(grad, wide);
-                    adam(step, wide, master, m.part(r.clone()), v.part(r.clone()));
+                    adam(step, G::wide(grad, wide), master, m.part(r.clone()), v.part(r.clone()));
                 }
                 if let Some(weight) = &weight {
                     W::store(master, weight.part(r));

@@ -84,11 +84,8 @@ impl CpuBackend {
             let from = self.read::<T>(src);
             let to = self.shared::<T>(dst);
             self.blocks(from.len(), |r, a, b| {
-                T::load(&from[r.clone()], a);
-                let out = to.part(r);
-                T::load(out, b);
-                kernels::add(a, b);
-                T::store(b, out);
+                let from = T::wide(&from[r.clone()], a);
+                T::update(to.part(r), b, |to| kernels::add(from, to));
             });
         });
         Ok(())
@@ -101,9 +98,8 @@ impl CpuBackend {
         by_float!(x, T => {
             let (from, to) = (self.read::<T>(x), self.shared::<T>(y));
             self.blocks(x.len, |r, a, b| {
-                T::load(&from[r.clone()], a);
-                kernels::gelu(a, b);
-                T::store(b, to.part(r));
+                let from = T::wide(&from[r.clone()], a);
+                T::write(to.part(r), b, |to| kernels::gelu(from, to));
             });
         });
         Ok(())
@@ -115,15 +111,16 @@ impl CpuBackend {
         is(OP, "dy", dy, x.dtype, x.len)?;
         is(OP, "dx", dx, x.dtype, x.len)?;
         by_float!(x, T => {
-            // `dx` may be `dy`: each block is read before it is written.
-            let (x, dy, dx) = (self.read::<T>(x), self.shared::<T>(dy), self.shared::<T>(dx));
+            let (x, grad, out) = (self.read::<T>(x), self.shared::<T>(dy), self.shared::<T>(dx));
             self.blocks(x.len(), |r, a, b| {
-                let mut out = [0.0; BLOCK];
-                let out = &mut out[..r.len()];
-                T::load(&x[r.clone()], a);
-                T::load(dy.get(r.clone()), b);
-                kernels::gelu_grad(a, b, out);
-                T::store(out, dx.part(r));
+                let x = T::wide(&x[r.clone()], a);
+                if dx == dy {
+                    T::update(out.part(r), b, |grad| kernels::gelu_grad_over(x, grad));
+                } else {
+                    let mut wide = [0.0; BLOCK];
+                    let dy = T::wide(grad.get(r.clone()), &mut wide);
+                    T::write(out.part(r), b, |dx| kernels::gelu_grad(x, dy, dx));
+                }
             });
         });
         Ok(())
@@ -140,10 +137,8 @@ impl CpuBackend {
             self.rows(rows, 2 * width, |rows| {
                 let (mut wide, mut out) = (vec![0.0; 2 * width], vec![0.0; width]);
                 for i in rows {
-                    T::load(&from[2 * i * width..2 * (i + 1) * width], &mut wide);
-                    let (gate, up) = wide.split_at(width);
-                    kernels::swiglu(gate, up, &mut out);
-                    T::store(&out, to.part(i * width..(i + 1) * width));
+                    let (gate, up) = T::wide(&from[2 * i * width..2 * (i + 1) * width], &mut wide).split_at(width);
+                    T::write(to.part(i * width..(i + 1) * width), &mut out, |y| kernels::swiglu(gate, up, y));
                 }
             });
         });
