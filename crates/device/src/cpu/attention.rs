@@ -115,7 +115,7 @@ impl<'a> Sight<'a> {
 fn small(mnk: [usize; 3], a: Operand, b: Operand, d: &mut [f32], add: bool) {
     assert!(d.len() >= mnk[0] * mnk[1]);
     // SAFETY: `d` was checked; operands are made from slices of at least their size by the callers in this file.
-    unsafe { product(mnk, a, b, 1.0, d.as_mut_ptr(), mnk[1], add, gemm::Parallelism::None) };
+    unsafe { product(mnk, a, b, d.as_mut_ptr(), mnk[1], add) };
 }
 
 /// One block of query rows: `softmax(scale q k') v` into `o`, and the log of the sums of exponentials.

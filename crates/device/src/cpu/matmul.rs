@@ -1,5 +1,7 @@
-//! Matrix products through the `gemm` crate. It never splits the summed dimension over threads, so results do not depend on
-//! their number.
+//! Matrix products through the `gemm` crate, cut into pieces of rows or columns. The cut depends on sizes only and never splits
+//! the summed dimension, so results do not depend on the number of threads.
+
+use std::ops::Range;
 
 use gpurun_types::{DType, View};
 
@@ -8,9 +10,6 @@ use super::{CpuBackend, Result, Shared, float, is, kernels, length, shape};
 use crate::Matmul;
 
 const OP: &str = "matmul";
-
-/// Below this many multiply-adds, threads cost more than they bring.
-const SERIAL: usize = 64 * 64 * 64;
 
 /// A row-major fp32 matrix, perhaps read transposed.
 #[derive(Clone, Copy)]
@@ -22,53 +21,88 @@ pub(super) struct Operand {
 
 // SAFETY: an operand is only ever read, and is used while the slice it was made from is borrowed.
 unsafe impl Send for Operand {}
+// SAFETY: as above.
+unsafe impl Sync for Operand {}
 
 impl Operand {
     pub(super) fn new(slice: &[f32], width: usize, transposed: bool) -> Self {
         let (row, column) = if transposed { (1, width as isize) } else { (width as isize, 1) };
         Self { pointer: slice.as_ptr(), row, column }
     }
+
+    /// The rest of the matrix from a row and a column on, which lie within it.
+    fn offset(self, row: usize, column: usize) -> Self {
+        let elements = row as isize * self.row + column as isize * self.column;
+        Self { pointer: self.pointer.wrapping_offset(elements), ..self }
+    }
 }
 
-/// `d = (accumulate ? d : 0) + alpha * a b`; `d` is row-major with `stride` elements from row to row.
+/// `d = (accumulate ? d : 0) + a b` on this thread; `d` is row-major with `stride` elements from row to row.
 ///
 /// # Safety
 /// `d` spans `(m - 1) * stride + n` elements; `a` and `b` span their `[m, k]` and `[k, n]`.
-#[allow(clippy::too_many_arguments)]
 pub(super) unsafe fn product(
     [m, n, k]: [usize; 3],
     a: Operand,
     b: Operand,
-    alpha: f32,
     d: *mut f32,
     stride: usize,
     accumulate: bool,
-    parallelism: gemm::Parallelism,
 ) {
+    let (stride, none) = (stride as isize, gemm::Parallelism::None);
+    let (a, a_row, a_column) = (a.pointer, a.row, a.column);
+    let (b, b_row, b_column) = (b.pointer, b.row, b.column);
     // SAFETY: the caller vouches for the spans; strides are those of the matrices.
     unsafe {
         gemm::gemm(
-            m,
-            n,
-            k,
-            d,
-            1,
-            stride as isize,
-            accumulate,
-            a.pointer,
-            a.column,
-            a.row,
-            b.pointer,
-            b.column,
-            b.row,
-            1.0,
-            alpha,
-            false,
-            false,
-            false,
-            parallelism,
+            m, n, k, d, 1, stride, accumulate, a, a_column, a_row, b, b_column, b_row, 1.0, 1.0, false, false, false,
+            none,
         );
     }
+}
+
+/// What a product is added to, besides fp32 that it accumulates onto.
+struct Start<'a, T> {
+    bias: Option<&'a [f32]>,
+    added: Option<Shared<T>>,
+}
+
+impl<T: Float> Start<'_, T> {
+    fn is_something(&self) -> bool {
+        self.bias.is_some() || self.added.is_some()
+    }
+
+    /// Fills one row of a piece: `columns` of the matrix, from element `at` of it on.
+    fn row(&self, at: usize, columns: Range<usize>, to: &mut [f32]) {
+        match (&self.added, self.bias) {
+            (None, None) => {}
+            (None, Some(bias)) => to.copy_from_slice(&bias[columns]),
+            (Some(added), bias) => {
+                T::load(added.get(at..at + columns.len()), to);
+                if let Some(bias) = bias {
+                    kernels::add(&bias[columns], to);
+                }
+            }
+        }
+    }
+}
+
+/// Multiply-adds that are worth a piece of their own.
+const PIECE: usize = 1 << 21;
+
+/// Rows and columns of the pieces that a product is cut into: at most eight, by sizes only.
+///
+/// Cutting `d` by rows makes every piece pack all of a transposed `b`, and cutting by columns all of a transposed `a`; what
+/// is not transposed is used where it lies. So the cut goes where nothing, or little beside the product, is packed twice.
+fn piece_size(args: &Matmul) -> [usize; 2] {
+    let Matmul { m, n, k, transpose_b, .. } = *args;
+    let most = (m * n * k / PIECE).clamp(1, 8);
+    // Powers of two, so that two and four threads are evenly busy. Rows and columns in whole tiles of the inner kernel.
+    let cut = |total: usize, least: usize, tile: usize| {
+        let count = (total / least).clamp(1, most);
+        total.div_ceil(1 << count.ilog2()).next_multiple_of(tile)
+    };
+    if transpose_b && n >= 512 { [m, cut(n, 128, 64)] } else { [cut(m, if transpose_b { 512 } else { 64 }, 6), n] }
 }
 
 impl CpuBackend {
@@ -97,54 +131,42 @@ impl CpuBackend {
         let (mut wide_a, mut wide_b) = (self.wide_buffer(a), self.wide_buffer(b));
         let left = Operand::new(self.widened(a, &mut wide_a), if args.transpose_a { m } else { k }, args.transpose_a);
         let right = Operand::new(self.widened(b, &mut wide_b), if args.transpose_b { k } else { n }, args.transpose_b);
-        let run = |out: &mut [f32], add: bool| {
-            let serial = m * n * k <= SERIAL;
-            let parallelism = if serial { gemm::Parallelism::None } else { self.parallelism() };
-            let mut body = move || {
-                let (left, right) = (left, right);
-                // SAFETY: lengths were checked above.
-                unsafe { product([m, n, k], left, right, 1.0, out.as_mut_ptr(), n, add, parallelism) };
-            };
-            match &self.pool {
-                Some(pool) if !serial => pool.install(body),
-                _ => body(),
-            }
-        };
-        if d.dtype == DType::F32 {
-            let out = self.write::<f32>(d);
-            let start = self.start_values(args, out);
-            run(out, start || args.accumulate);
-        } else {
-            let mut out = self.borrow(m * n);
-            let out = &mut out.buffer[..m * n];
-            if args.accumulate {
-                by_float!(d, T => self.widen(self.read::<T>(d), out));
-            }
-            let start = self.start_values(args, out);
-            run(out, start || args.accumulate);
-            by_float!(d, T => self.narrow(out, self.write::<T>(d)));
-        }
+        let bias = args.bias.map(|bias| by_float!(bias, T => self.wide::<T>(bias)));
+        by_float!(d, T => self.product_pieces::<T>(args, [left, right], bias.as_deref()));
         Ok(())
     }
 
-    /// Puts bias and residual where the product is to be added; false when there is neither.
-    fn start_values(&self, args: &Matmul, out: &mut [f32]) -> bool {
-        let n = args.n;
-        if let Some(residual) = args.residual {
-            by_float!(residual, T => self.widen(self.read::<T>(residual), out));
-        }
-        if let Some(bias) = args.bias {
-            let mut row = vec![0.0; n];
-            by_float!(bias, T => T::load(self.read::<T>(bias), &mut row));
-            let shared = Shared::new(out);
-            self.rows(args.m, n, |rows| {
-                for i in rows {
-                    let to = shared.part(i * n..(i + 1) * n);
-                    if args.residual.is_some() { kernels::add(&row, to) } else { to.copy_from_slice(&row) }
+    fn product_pieces<T: Float>(&self, args: &Matmul, [a, b]: [Operand; 2], bias: Option<&[f32]>) {
+        let Matmul { m, n, k, .. } = *args;
+        let [rows, columns] = piece_size(args);
+        let across = n.div_ceil(columns);
+        let d = self.shared::<T>(args.d);
+        // fp32 accumulates where it lies.
+        let direct = T::DTYPE == DType::F32;
+        let added = args.residual.or((args.accumulate && !direct).then_some(args.d)).map(|view| self.shared::<T>(view));
+        let start = Start { bias, added };
+        self.pieces(m.div_ceil(rows) * across, 1, |piece| {
+            let (i, j) = (piece.start / across * rows, piece.start % across * columns);
+            let (r, c) = (i..(i + rows).min(m), j..(j + columns).min(n));
+            let (size, a, b) = ([r.len(), c.len(), k], a.offset(i, 0), b.offset(0, j));
+            let mut narrow = (!direct).then(|| self.borrow(r.len() * c.len()));
+            let (to, stride) = match &mut narrow {
+                None => (Shared(d.0.cast::<f32>(), m * n).from(i * n + j), n),
+                Some(spare) => (Shared::new(&mut spare.buffer), c.len()),
+            };
+            if start.is_something() {
+                for (line, row) in r.clone().enumerate() {
+                    start.row(row * n + j, c.clone(), to.part(line * stride..line * stride + c.len()));
                 }
-            });
-        }
-        args.bias.is_some() || args.residual.is_some()
+            }
+            // SAFETY: lengths were checked by `matmul_op`; pieces write disjoint blocks of `d`, or buffers of their own.
+            unsafe { product(size, a, b, to.0, stride, args.accumulate || start.is_something()) };
+            if !direct {
+                for (line, row) in r.enumerate() {
+                    T::store(to.get(line * stride..(line + 1) * stride), d.part(row * n + c.start..row * n + c.end));
+                }
+            }
+        });
     }
 
     fn wide_buffer(&self, view: View) -> Option<super::Spare<'_>> {
@@ -167,12 +189,6 @@ impl CpuBackend {
     pub(super) fn widen<T: Float>(&self, src: &[T], dst: &mut [f32]) {
         let shared = Shared::new(dst);
         self.pieces(src.len(), super::GRAIN, |r| T::load(&src[r.clone()], shared.part(r)));
-    }
-
-    /// Converts from fp32, in parallel.
-    pub(super) fn narrow<T: Float>(&self, src: &[f32], dst: &mut [T]) {
-        let shared = Shared::new(dst);
-        self.pieces(src.len(), super::GRAIN, |r| T::store(&src[r.clone()], shared.part(r)));
     }
 
     /// `grad[j] += sum_i dy[i, j]`. Pieces of rows are summed apart and added in order.

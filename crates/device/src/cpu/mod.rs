@@ -15,9 +15,10 @@ mod norm;
 mod norm_kernels;
 mod optimizer;
 mod pointwise;
+mod rope;
 
 use std::ops::Range;
-use std::sync::{Mutex, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use gpurun_types::{Bytes, DType, View};
 
@@ -32,6 +33,7 @@ pub struct CpuBackend {
     pool: Option<rayon::ThreadPool>,
     arenas: RwLock<Vec<Arena>>,
     spare: Mutex<Vec<Vec<f32>>>,
+    angles: Mutex<Vec<Arc<rope::Angles>>>,
 }
 
 /// Fewest elements that are worth a piece of their own.
@@ -50,7 +52,7 @@ impl CpuBackend {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).thread_name(|i| format!("cpu-{i}")).build();
             Some(pool.map_err(|e| DeviceError::Failed { operation: "starting threads".into(), reason: e.to_string() })?)
         };
-        Ok(Self { threads, pool, arenas: RwLock::default(), spare: Mutex::default() })
+        Ok(Self { threads, pool, arenas: RwLock::default(), spare: Mutex::default(), angles: Mutex::default() })
     }
 
     /// Runs `body` on pieces of `0..items` of about `grain` items, in parallel. The pieces depend on the sizes only.
@@ -70,10 +72,6 @@ impl CpuBackend {
     /// Runs `body` on pieces of `rows` rows of `width` elements each.
     fn rows(&self, rows: usize, width: usize, body: impl Fn(Range<usize>) + Sync) {
         self.pieces(rows, (GRAIN / width.max(1)).max(1), body);
-    }
-
-    fn parallelism(&self) -> gemm::Parallelism {
-        if self.threads == 1 { gemm::Parallelism::None } else { gemm::Parallelism::Rayon(self.threads) }
     }
 
     /// A buffer of at least `len` elements, contents unknown, that goes back when it is done with.
@@ -169,6 +167,13 @@ unsafe impl<T: Send> Sync for Shared<T> {}
 impl<T> Shared<T> {
     fn new(slice: &mut [T]) -> Self {
         Self(slice.as_mut_ptr(), slice.len())
+    }
+
+    /// What begins at element `start`.
+    fn from(self, start: usize) -> Self {
+        assert!(start <= self.1);
+        // SAFETY: in bounds.
+        Self(unsafe { self.0.add(start) }, self.1 - start)
     }
 
     /// Elements `range`, to be read. No piece of work may write them at that time.
