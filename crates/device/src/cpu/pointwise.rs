@@ -1,10 +1,9 @@
-//! Element by element: fill, copy, cast, add, gelu, swiglu, rope.
+//! Element by element: fill, copy, cast, add, gelu, swiglu.
 
 use gpurun_types::{DType, View};
 
 use super::element::{Float, Stored, by_float};
 use super::{CpuBackend, GRAIN, Result, Shared, float, is, kernels, length, shape};
-use crate::{Rope, RopeScaling};
 
 /// Elements worked on at a time in fp32: stays in the first-level cache.
 const BLOCK: usize = 1024;
@@ -167,71 +166,4 @@ impl CpuBackend {
         });
         Ok(())
     }
-
-    pub(super) fn rope_op(&self, args: &Rope) -> Result {
-        const OP: &str = "rope";
-        let Rope { x, rows, seq, heads, head_dim, stride, .. } = *args;
-        float(OP, "x", x)?;
-        length(OP, "x", x, rows * stride)?;
-        is(OP, "starts", args.starts, DType::I32, rows)?;
-        if !head_dim.is_multiple_of(2) || heads * head_dim > stride || seq == 0 || !rows.is_multiple_of(seq) {
-            return Err(shape(OP, format!("{heads} heads of {head_dim} in rows of {stride}, {rows} rows of {seq}")));
-        }
-        let half = head_dim / 2;
-        let (cos, sin) = angles(args);
-        let starts = self.read::<i32>(args.starts);
-        by_float!(x, T => {
-            let shared = self.shared::<T>(x);
-            self.rows(rows, heads * head_dim, |rows| {
-                let mut wide = vec![0.0; heads * head_dim];
-                for i in rows {
-                    let position = (i % seq).saturating_sub(starts[i].max(0) as usize);
-                    let at = position * half..(position + 1) * half;
-                    let part = shared.part(i * stride..i * stride + heads * head_dim);
-                    T::load(part, &mut wide);
-                    for head in wide.chunks_exact_mut(head_dim) {
-                        let (a, b) = head.split_at_mut(half);
-                        kernels::rotate(a, b, &cos[at.clone()], &sin[at.clone()]);
-                    }
-                    T::store(&wide, part);
-                }
-            });
-        });
-        Ok(())
-    }
-}
-
-/// Cosines and sines for every position of a sequence: `[seq, head_dim / 2]` each.
-fn angles(args: &Rope) -> (Vec<f32>, Vec<f32>) {
-    let half = args.head_dim / 2;
-    let (mut cos, mut sin) = (Vec::with_capacity(args.seq * half), Vec::with_capacity(args.seq * half));
-    let frequencies: Vec<f64> = (0..half)
-        .map(|i| {
-            let base = f64::from(args.theta).powf(-2.0 * i as f64 / args.head_dim as f64);
-            args.scaling.map_or(base, |s| scaled(base, s))
-        })
-        .collect();
-    let sign = if args.inverse { -1.0 } else { 1.0 };
-    for position in 0..args.seq {
-        for frequency in &frequencies {
-            let (s, c) = (position as f64 * frequency).sin_cos();
-            cos.push(c as f32);
-            sin.push((s * sign) as f32);
-        }
-    }
-    (cos, sin)
-}
-
-/// Llama 3.1's change of one frequency (Dubey et al. 2024).
-fn scaled(frequency: f64, s: RopeScaling) -> f64 {
-    let [factor, low, high, context] = [s.factor, s.low_frequency, s.high_frequency, s.original_context].map(f64::from);
-    let wavelength = 2.0 * std::f64::consts::PI / frequency;
-    if wavelength < context / high {
-        return frequency;
-    }
-    if wavelength > context / low {
-        return frequency / factor;
-    }
-    let smooth = (context / wavelength - low) / (high - low);
-    (1.0 - smooth) * frequency / factor + smooth * frequency
 }
