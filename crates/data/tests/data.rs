@@ -171,7 +171,7 @@ fn what_is_not_there_or_too_short_is_said() {
     fs::create_dir(&empty).expect("a folder");
     assert!(refused(&room.config(&[empty])).contains("no text in it"));
     assert!(refused(&room.config(&[room.file("e.txt", "")])).contains("no text in it"));
-    let message = refused(&DataConfig { seq_len: 4, ..room.config(&[text.clone()]) });
+    let message = refused(&DataConfig { seq_len: 4, ..room.config(std::slice::from_ref(&text)) });
     assert_eq!(
         message,
         "the training data has 4 tokens, and a sequence of 4 needs 5; give more data or a smaller --seq-len"
@@ -226,7 +226,7 @@ fn held_out_data_is_not_trained_on() {
     let _limit = testkit::time_limit(20);
     let room = Room::new();
     let text = long_text(&room);
-    let data = open(&DataConfig { held_out: 0.1, ..room.config(&[text.clone()]) }).expect("data");
+    let data = open(&DataConfig { held_out: 0.1, ..room.config(std::slice::from_ref(&text)) }).expect("data");
     assert_eq!((data.windows(), data.eval_windows()), (900, 100));
     let [mut t, mut y, mut s] = [vec![0; 4], vec![0; 4], vec![0; 4]];
     data.eval_window(0, &mut t, &mut y, &mut s);
@@ -258,7 +258,7 @@ fn tokens_are_cached_and_a_broken_cache_is_made_anew() {
     let _limit = testkit::time_limit(20);
     let room = Room::new();
     let text = long_text(&room);
-    let config = room.config(&[text.clone()]);
+    let config = room.config(std::slice::from_ref(&text));
     let calls = |config: &DataConfig| {
         let mut calls = 0;
         Dataset::open(config, &mut |_| calls += 1).expect("data");
@@ -296,7 +296,7 @@ fn ranks_that_open_at_once_tokenise_once() {
     let counts: Vec<usize> = std::thread::scope(|scope| {
         let handles: Vec<_> = (0..4)
             .map(|_| {
-                let config = room.config(&[text.clone()]);
+                let config = room.config(std::slice::from_ref(&text));
                 scope.spawn(move || {
                     let mut read = 0;
                     Dataset::open(&config, &mut |p| read += usize::from(p.what.ends_with("long.txt"))).expect("data");
