@@ -9,10 +9,14 @@
 
 mod backend;
 mod cpu;
+mod cuda;
 mod ops;
 #[cfg(feature = "suite")]
 pub mod suite;
 
 pub use backend::{Backend, DeviceError, Mark, ScratchSizes};
 pub use cpu::{CpuBackend, CpuSizes};
+pub use cuda::{
+    CUDA_PATH_VARIABLE, CudaBackend, CudaLibrary, CudaSizes, KernelSource, KernelUnit, compile_kernels, cuda_libraries,
+};
 pub use ops::*;
