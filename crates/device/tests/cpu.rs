@@ -41,6 +41,44 @@ fn operations_of_any_type() {
 }
 
 #[test]
+fn lanes_may_work_at_the_same_time() {
+    let _limit = testkit::time_limit(60);
+    let cases = &suite::CASES[..6];
+    let backend = CpuBackend::new(2).expect("a backend");
+    let alone = suite::run(&backend, DType::Bf16, cases, false);
+    std::thread::scope(|scope| {
+        let lanes: Vec<_> = (0..3).map(|_| scope.spawn(|| suite::run(&backend, DType::Bf16, cases, false))).collect();
+        for lane in lanes {
+            assert!(lane.join().expect("the lane passes the suite") == alone, "other bits beside other lanes");
+        }
+    });
+}
+
+#[test]
+fn moments_in_bf16_are_refused() {
+    use gpurun_device::{AdamW, ScalarSlot};
+    use gpurun_types::Lane;
+    let _limit = testkit::time_limit(10);
+    let backend = CpuBackend::new(1).expect("a backend");
+    let arena = backend.allocate(Place::Device, Bytes(4096)).expect("an arena");
+    let view = |index: u64, len, dtype| View { arena, offset: 256 * index, len, dtype };
+    let args = AdamW {
+        master: view(0, 8, DType::F32),
+        m: view(1, 8, DType::Bf16),
+        v: view(2, 8, DType::Bf16),
+        grad: view(3, 8, DType::F32),
+        weight: None,
+        scalars: view(4, ScalarSlot::COUNT, DType::F32),
+        beta1: 0.9,
+        beta2: 0.95,
+        eps: 1e-8,
+        weight_decay: 0.0,
+    };
+    let error = backend.adamw(Lane::Compute, args).expect_err("bf16 moments");
+    assert_eq!(error.to_string(), "adamw: m is bf16; the CPU keeps moments in fp32");
+}
+
+#[test]
 fn arenas_are_aligned_and_addressable() {
     let _limit = testkit::time_limit(10);
     let backend = CpuBackend::new(1).expect("a backend");
