@@ -13,8 +13,15 @@ fn compiles(architecture: &str) {
     }
     for source in KernelSource::ALL {
         let typed = !matches!(source, KernelSource::Convert | KernelSource::Optimizer);
-        let elements: &[&'static str] = if typed { &["float", "bf16", "f16"] } else { &["float"] };
-        let head_dims: &[usize] = if source == KernelSource::Attention { &[8, 64, 128] } else { &[0] };
+        let elements: &[&'static str] = match source {
+            KernelSource::Flash => &["bf16", "f16"],
+            _ if typed => &["float", "bf16", "f16"],
+            _ => &["float"],
+        };
+        let head_dims: &[usize] = match source {
+            KernelSource::Attention | KernelSource::Flash => &[8, 64, 128],
+            _ => &[0],
+        };
         for element in elements {
             for head_dim in head_dims {
                 let unit = KernelUnit { source, element, head_dim: *head_dim };

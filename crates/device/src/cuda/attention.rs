@@ -4,7 +4,7 @@ use gpurun_types::{DType, Lane};
 
 use super::check::{float, is, length, shape};
 use super::driver::{Arguments, Launch, arguments};
-use super::{CudaBackend, CudaSizes, KernelSource, KernelUnit, Result, element};
+use super::{CudaBackend, CudaSizes, KernelSource, KernelUnit, Result, element, flash};
 use crate::{Attention, AttentionBackward, AttentionShape, ScratchSizes};
 
 /// Queries and keys of a tile.
@@ -70,6 +70,9 @@ impl CudaBackend {
     pub(super) fn attention_forward_op(&self, lane: Lane, a: &Attention) -> Result {
         const OP: &str = "attention_forward";
         check(OP, a)?;
+        if flash::takes(a.shape, a.qkv.dtype) {
+            return self.flash_forward(lane, a);
+        }
         let [qkv, starts, out, lse] = [a.qkv, a.starts, a.out, a.lse].map(|view| self.address(view));
         let list = Self::shape_argument(a, arguments![qkv, starts, out, lse]);
         // SAFETY: the kernel takes these; lengths were checked.
@@ -85,6 +88,9 @@ impl CudaBackend {
         let deltas = self.address(a.scratch);
         if !deltas.is_multiple_of(4) {
             return Err(shape(OP, "scratch is not aligned to fp32"));
+        }
+        if flash::takes(a.shape, a.qkv.dtype) {
+            return self.flash_backward(lane, args);
         }
         let AttentionShape { batch, seq, heads, kv_heads, .. } = a.shape;
         let [qkv, starts, out, lse] = [a.qkv, a.starts, a.out, a.lse].map(|view| self.address(view));

@@ -23,14 +23,24 @@ pub enum Source {
     Optimizer,
     /// Attention, for one head dimension.
     Attention,
+    /// Attention on the tensor cores, for one head dimension; bf16 and fp16 only.
+    Flash,
     /// Matrix products that the library does not take.
     Matmul,
 }
 
 impl Source {
     /// Every source.
-    pub const ALL: [Self; 7] =
-        [Self::Convert, Self::Pointwise, Self::Rows, Self::Norm, Self::Optimizer, Self::Attention, Self::Matmul];
+    pub const ALL: [Self; 8] = [
+        Self::Convert,
+        Self::Pointwise,
+        Self::Rows,
+        Self::Norm,
+        Self::Optimizer,
+        Self::Attention,
+        Self::Flash,
+        Self::Matmul,
+    ];
 
     fn text(self) -> &'static str {
         match self {
@@ -40,6 +50,7 @@ impl Source {
             Self::Norm => include_str!("../../kernels/norm.cu"),
             Self::Optimizer => include_str!("../../kernels/optimizer.cu"),
             Self::Attention => include_str!("../../kernels/attention.cu"),
+            Self::Flash => include_str!("../../kernels/flash.cu"),
             Self::Matmul => include_str!("../../kernels/matmul.cu"),
         }
     }
@@ -52,6 +63,7 @@ impl Source {
             Self::Norm => "norm.cu",
             Self::Optimizer => "optimizer.cu",
             Self::Attention => "attention.cu",
+            Self::Flash => "flash.cu",
             Self::Matmul => "matmul.cu",
         }
     }

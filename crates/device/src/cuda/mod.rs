@@ -12,6 +12,7 @@ mod backend;
 mod check;
 mod compile;
 mod driver;
+mod flash;
 mod libraries;
 mod matmul;
 mod memory;
