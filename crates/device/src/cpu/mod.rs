@@ -15,6 +15,7 @@ mod norm;
 mod norm_kernels;
 mod optimizer;
 mod pointwise;
+mod pool;
 mod rope;
 
 use std::ops::Range;
@@ -30,7 +31,7 @@ pub(crate) type Result<T = ()> = std::result::Result<T, DeviceError>;
 /// Operations on the processor.
 pub struct CpuBackend {
     threads: usize,
-    pool: Option<rayon::ThreadPool>,
+    pool: pool::Pool,
     arenas: RwLock<Vec<Arena>>,
     spare: Mutex<Vec<Vec<f32>>>,
     angles: Mutex<Vec<Arc<rope::Angles>>>,
@@ -46,12 +47,8 @@ impl CpuBackend {
     /// When the threads cannot be started.
     pub fn new(threads: usize) -> Result<Self> {
         let threads = threads.max(1);
-        let pool = if threads == 1 {
-            None
-        } else {
-            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).thread_name(|i| format!("cpu-{i}")).build();
-            Some(pool.map_err(|e| DeviceError::Failed { operation: "starting threads".into(), reason: e.to_string() })?)
-        };
+        let pool = pool::Pool::new(threads)
+            .map_err(|e| DeviceError::Failed { operation: "starting threads".into(), reason: e.to_string() })?;
         Ok(Self { threads, pool, arenas: RwLock::default(), spare: Mutex::default(), angles: Mutex::default() })
     }
 
@@ -60,13 +57,7 @@ impl CpuBackend {
         let grain = grain.max(1);
         let count = items.div_ceil(grain);
         let piece = |i: usize| i * grain..((i + 1) * grain).min(items);
-        match &self.pool {
-            Some(pool) if count > 1 => pool.install(|| {
-                use rayon::prelude::*;
-                (0..count).into_par_iter().with_max_len(1).for_each(|i| body(piece(i)));
-            }),
-            _ => (0..count).for_each(|i| body(piece(i))),
-        }
+        self.pool.run(count, &|i| body(piece(i)));
     }
 
     /// Runs `body` on pieces of `rows` rows of `width` elements each.
