@@ -118,3 +118,60 @@ fn checkpoints_that_are_none() {
         assert!(done.cause().contains(&empty), "{done:?}");
     }
 }
+
+#[test]
+fn what_does_not_fit_says_what_would() {
+    let _limit = testkit::time_limit(60);
+    let words = ["train", "--steps", "2", "--seq-len", "64", "--global-batch", "8"];
+    let with = |nproc: &str, command: &str, extra: &[&str]| {
+        let mut line = gpurun(&["--nproc", nproc, command]);
+        line.args(&words[1..]).args(extra);
+        if command == "plan" {
+            line = gpurun(&["--nproc", nproc, "plan", "--seq-len", "64", "--global-batch", "8"]);
+            line.args(extra);
+        }
+        run(line)
+    };
+    let free = with("4", "plan", &["--json", "--micro-batch", "1"]);
+    let free: serde_json::Value = serde_json::from_str(&free.stdout).expect("a JSON object");
+    let needed = free["ranks"][0]["device_peak_bytes"].as_u64().expect("bytes");
+    let items = free["ranks"][0]["items"].as_array().expect("items");
+    let sum: u64 = items.iter().map(|i| i["bytes"].as_u64().expect("bytes")).sum();
+    assert_eq!(sum, needed + free["ranks"][0]["host_peak_bytes"].as_u64().expect("bytes"), "the table adds up");
+    // A little less than stage 0 needs with the smallest micro-batch.
+    let limit = (needed - 1).to_string();
+    for command in ["plan", "train"] {
+        let done = with("4", command, &["--gpu-memory-limit", &limit]);
+        assert_eq!(done.code, 3, "{done:?}");
+        for part in ["does not fit", "weights", "largest: ", "it would fit with --zero 1"] {
+            assert!(done.stderr.contains(part), "{part}: {done:?}");
+        }
+    }
+    // What was proposed works.
+    let done = with("4", "train", &["--gpu-memory-limit", &limit, "--zero", "1"]);
+    assert_eq!(done.code, 0, "{done:?}");
+    let done = with("1", "plan", &["--gpu-memory-limit", "1KiB"]);
+    assert!(done.code == 3 && done.stderr.contains("use more ranks"), "{done:?}");
+}
+
+#[test]
+fn four_ranks_train_a_model_whose_weights_no_rank_could_hold() {
+    let _limit = testkit::time_limit(120);
+    let room = Room::new();
+    // A chain of many small units: gathered slots are small beside the whole.
+    let config = room.file("deep.toml", "[model]\npreset = \"tiny\"\nlayers = 24\n");
+    let words = ["--config", &config, "--seq-len", "8", "--micro-batch", "1", "--global-batch", "4"];
+    let mut command = gpurun(&["--nproc", "4", "plan", "--json"]);
+    command.args(words);
+    let plan: serde_json::Value = serde_json::from_str(&run(command).stdout).expect("a JSON object");
+    // fp32 weights alone are 4 bytes a parameter; the limit is below that.
+    let limit = (4 * plan["parameters"].as_u64().expect("a number") - 1).to_string();
+    let train = |zero: &str| {
+        let mut command = gpurun(&["--nproc", "4", "train", "--zero", zero, "--offload", "optimizer", "--steps", "2"]);
+        command.args(words).args(["--gpu-memory-limit", &limit]);
+        run(command)
+    };
+    assert_eq!(train("2").code, 3, "with whole weights it cannot fit");
+    let done = train("3");
+    assert!(done.code == 0 && done.stdout.contains("done after step 2"), "{done:?}");
+}

@@ -8,6 +8,7 @@
 mod command;
 mod corpus;
 mod files;
+mod fit;
 pub mod options;
 mod plan;
 mod run;
@@ -16,6 +17,7 @@ mod train;
 pub mod worker;
 
 pub use files::{export_main, tokenize_main};
+pub use fit::DoesNotFit;
 pub use plan::plan_main;
 pub use run::{builtin_model, run, train_main};
 pub use sample::sample_main;

@@ -9,6 +9,7 @@ use gpurun_types::{Bytes, Place};
 use serde::Serialize;
 
 use crate::command::{Failure, command};
+use crate::fit::fitted;
 use crate::options::{TrainArgs, TrainOptions};
 use crate::train::{TrainError, plan_options};
 
@@ -79,9 +80,9 @@ fn show(args: PlanArgs, nproc: u32) -> Result<String, Failure> {
 }
 
 fn build(options: &TrainOptions, nproc: u32) -> Result<(Plan, Report), Failure> {
-    let micro = options.micro_batches(nproc)?;
     let model = options.model.config.build().map_err(TrainError::from)?;
     options.check_context(model.max_seq)?;
+    let (options, micro) = &fitted(options, &model, nproc, &CpuSizes)?;
     let shape = BatchShape { batch: micro.sequences, seq: options.seq_len };
     let spec = model_spec(&model, shape, options.dtype, &CpuSizes)?;
     let plan = Plan::build(&spec, &plan_options(options, nproc)?).map_err(EngineError::from)?;

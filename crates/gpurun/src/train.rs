@@ -7,7 +7,7 @@ use gpurun_checkpoint::hf::HfWeights;
 use gpurun_checkpoint::{Checkpoint, TensorShape, check_out, latest};
 use gpurun_comm::{CommError, Communicator, Fabric, Solo};
 use gpurun_data::{DataConfig, Dataset, Progress, TokenizerChoice};
-use gpurun_device::{Backend, CpuBackend, LossScaling};
+use gpurun_device::{Backend, CpuBackend, CpuSizes, LossScaling};
 use gpurun_engine::checkpoint::{Position, Provenance, load};
 use gpurun_engine::{
     AdamOptions, Control, EngineError, Network, Observer, Session, SessionOptions, State, StepInputs, Summary,
@@ -18,6 +18,7 @@ use gpurun_plan::{Mesh, PlanOptions, Policy, Schedule};
 use gpurun_types::{DType, Place, Rank};
 
 use crate::corpus;
+use crate::fit::{DoesNotFit, fitted};
 use crate::options::{ModelChoice, Offload, OptionsError, Resume, Tokenizer, TrainOptions};
 
 /// Channel of votes and barriers; the plan's channels are below.
@@ -41,6 +42,9 @@ pub enum TrainError {
     /// Ranks could not tell each other something before the first step.
     #[error("between the ranks, before the first step: {0}")]
     Board(String),
+    /// The run does not fit the memory that it may use.
+    #[error(transparent)]
+    DoesNotFit(Box<DoesNotFit>),
     /// `--out` cannot be written.
     #[error("--out: {0}")]
     Out(gpurun_checkpoint::Error),
@@ -55,6 +59,7 @@ impl TrainError {
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Options(_) | Self::Model(_) | Self::Out(_) => 2,
+            Self::DoesNotFit(_) => 3,
             Self::NoCheckpoint(_) => 5,
             Self::Board(_) => 4,
             Self::Engine(error) => error.exit_code(),
@@ -161,6 +166,7 @@ pub fn train(
 ) -> Result<Summary, TrainError> {
     let model = build(options)?;
     options.check_context(model.max_seq)?;
+    let (options, _) = &fitted(options, &model, place.world, &CpuSizes)?;
     if let Some(out) = &options.out {
         check_out(out).map_err(TrainError::Out)?;
     }
@@ -242,7 +248,7 @@ fn open_session(options: &TrainOptions, model: Arc<Model>, place: &RankPlace<'_>
         shape: BatchShape { batch: micro.sequences, seq: options.seq_len },
         adam: adam_options(options),
         loss_scale: options.loss_scale.unwrap_or(1.0) as f32,
-        device_limit: None,
+        device_limit: options.gpu_memory_limit,
     };
     let network = HostNetwork { fabric: place.fabric.clone(), backend: backend.clone() };
     Ok(Session::new(backend, model, &network, place.rank, settings)?)

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
 use gpurun_plan::{OffloadVia, Recompute};
-use gpurun_types::DType;
+use gpurun_types::{Bytes, DType};
 
 use super::{Device, Offload, Schedule};
 
@@ -96,6 +96,10 @@ pub struct TrainArgs {
     /// What is computed again in the backward instead of being kept [default: none]
     #[arg(long, value_parser = recompute(), help_heading = "Precision and memory")]
     pub recompute: Option<Recompute>,
+    /// Most device memory of a rank, for example 24GiB: micro-batches become as large as fit, and what cannot fit is refused
+    /// before the first step, with what would [default: no limit]
+    #[arg(long, value_name = "BYTES", value_parser = bytes, help_heading = "Precision and memory")]
+    pub gpu_memory_limit: Option<Bytes>,
     /// Where the model runs [default: auto]
     #[arg(long, value_enum, help_heading = "Run")]
     pub device: Option<Device>,
@@ -150,7 +154,8 @@ macro_rules! for_all {
 
 for_all!(
     model dropout eval_every tokenizer seq_len micro_batch global_batch steps epochs lr min_lr warmup schedule weight_decay
-    beta1 beta2 eps clip dtype loss_scale zero offload offload_via offload_fraction recompute device threads seed out
+    beta1 beta2 eps clip dtype loss_scale zero offload offload_via offload_fraction recompute gpu_memory_limit device threads
+    seed out
     save_every keep resume metrics;
     data eval_data
 );
@@ -177,6 +182,26 @@ fn dtype() -> impl TypedValueParser<Value = DType> {
 
 fn zero() -> impl TypedValueParser<Value = u8> {
     PossibleValuesParser::new(["0", "1", "2", "3"]).map(|s| s.as_bytes()[0] - b'0')
+}
+
+/// `1500000000`, `512MiB`, `24GiB`, `1.5GB`.
+fn bytes(text: &str) -> Result<Bytes, String> {
+    const UNITS: [(&str, f64); 8] = [
+        ("TiB", 1_099_511_627_776.0),
+        ("GiB", 1_073_741_824.0),
+        ("MiB", 1_048_576.0),
+        ("KiB", 1024.0),
+        ("TB", 1e12),
+        ("GB", 1e9),
+        ("MB", 1e6),
+        ("KB", 1e3),
+    ];
+    let unit = UNITS.iter().find(|(unit, _)| text.ends_with(unit));
+    let (number, factor) = unit.map_or((text, 1.0), |(unit, factor)| (&text[..text.len() - unit.len()], *factor));
+    match number.trim().parse::<f64>() {
+        Ok(n) if n.is_finite() && n * factor >= 1.0 => Ok(Bytes((n * factor) as u64)),
+        _ => Err("give a number of bytes, such as 24GiB or 512MiB".to_owned()),
+    }
 }
 
 fn offload_via() -> impl TypedValueParser<Value = OffloadVia> {

@@ -27,7 +27,7 @@ mod tests;
 use std::path::PathBuf;
 
 use gpurun_plan::{OffloadVia, Recompute};
-use gpurun_types::DType;
+use gpurun_types::{Bytes, DType};
 use serde::{Deserialize, Serialize};
 
 pub use args::{TrainArgs, one_line};
@@ -138,6 +138,8 @@ pub struct TrainOptions {
     pub offload_fraction: f64,
     /// What is computed again in the backward.
     pub recompute: Recompute,
+    /// Most device memory of a rank; `None` means no limit.
+    pub gpu_memory_limit: Option<Bytes>,
     /// Where the model runs.
     pub device: Device,
     /// Threads per rank; `None` means the processors divided among the ranks of the machine.

@@ -80,6 +80,7 @@ impl TrainArgs {
             offload_via: args.offload_via.unwrap_or(OffloadVia::Host),
             offload_fraction: args.offload_fraction.unwrap_or(1.0),
             recompute: args.recompute.unwrap_or(Recompute::None),
+            gpu_memory_limit: args.gpu_memory_limit,
             device: args.device.unwrap_or(Device::Auto),
             threads: args.threads,
             seed: args.seed.unwrap_or(0),
