@@ -34,9 +34,11 @@ pub fn barrier_job() -> &'static Path {
     })
 }
 
-/// A launcher with a clean environment.
+/// A launcher with a clean environment, and with no signal ignored: shells ignore SIGINT for what they run in the background,
+/// `nohup` ignores SIGHUP, and both are inherited.
 pub fn gpurun(words: &[&str]) -> Command {
-    let mut command = Command::new(GPURUN);
+    let mut command = Command::new("env");
+    command.args(["--default-signal", GPURUN]);
     for (name, _) in std::env::vars_os() {
         let text = name.to_string_lossy();
         if ["PET_", "GPURUN_", "SLURM_", "OMPI_"].iter().any(|start| text.starts_with(start)) {
