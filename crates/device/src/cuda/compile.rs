@@ -1,11 +1,10 @@
 //! Kernels: compiled for the device at hand when first used, and kept on disk.
 
 use std::ffi::{CStr, CString};
-use std::path::{Path, PathBuf};
 
 use cudarc::nvrtc::sys;
 
-use super::Result;
+use super::{Result, cache};
 use crate::DeviceError;
 
 /// A source file of kernels, and what it is compiled with.
@@ -87,16 +86,12 @@ pub struct Unit {
 pub fn compile(unit: Unit, architecture: &str) -> Result<Vec<u8>> {
     let options = options(unit, architecture);
     let source = format!("{}\n{}", include_str!("../../kernels/common.cuh"), unit.source.text());
-    let path = cache_folder().map(|folder| folder.join(key(&source, &options)));
-    if let Some(code) = path.as_deref().and_then(read_cached) {
+    let name = cache::name(&[&version(), &source, &options.join("\n")]);
+    if let Some(code) = cache::load(&name) {
         return Ok(code);
     }
     let code = compile_source(&source, unit.source.file(), &options)?;
-    if let Some(path) = path
-        && let Err(error) = write_cached(&path, &code)
-    {
-        tracing::debug!(path = %path.display(), %error, "compiled kernels cannot be kept");
-    }
+    cache::keep(&name, &code);
     Ok(code)
 }
 
@@ -116,43 +111,12 @@ fn options(unit: Unit, architecture: &str) -> Vec<String> {
     options
 }
 
-/// Name of the code in the cache: a hash of all that it depends on.
-fn key(source: &str, options: &[String]) -> String {
-    let mut hasher = blake3::Hasher::new();
+/// Version of the compiler.
+fn version() -> String {
     let (mut major, mut minor) = (0, 0);
     // SAFETY: the library is loaded; it writes to two locals.
     unsafe { sys::nvrtcVersion(&raw mut major, &raw mut minor) };
-    for part in [format!("{major}.{minor}").as_str(), source].into_iter().chain(options.iter().map(String::as_str)) {
-        hasher.update(&(part.len() as u64).to_le_bytes());
-        hasher.update(part.as_bytes());
-    }
-    hasher.finalize().to_hex().to_string()
-}
-
-/// `$XDG_CACHE_HOME/gpurun/kernels`, by default in `~/.cache`; `None` where there is no home.
-fn cache_folder() -> Option<PathBuf> {
-    let cache = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from).filter(|p| p.is_absolute());
-    let cache = cache.or_else(|| std::env::var_os("HOME").map(|home| Path::new(&home).join(".cache")))?;
-    Some(cache.join("gpurun").join("kernels"))
-}
-
-/// A file of the cache is the hash of the code, then the code. Whatever is not that counts as absent.
-fn read_cached(path: &Path) -> Option<Vec<u8>> {
-    let bytes = std::fs::read(path).ok()?;
-    let (hash, code) = bytes.split_at_checked(blake3::OUT_LEN)?;
-    (blake3::hash(code).as_bytes() == hash).then(|| code.to_vec())
-}
-
-/// Written apart and then renamed: another process never sees half a file.
-fn write_cached(path: &Path, code: &[u8]) -> std::io::Result<()> {
-    let folder = path.parent().unwrap_or(Path::new("."));
-    std::fs::create_dir_all(folder)?;
-    let unique = format!("{:x}.{:?}", std::process::id(), std::thread::current().id());
-    let part = path.with_extension(unique.replace(['(', ')'], ""));
-    let bytes = [blake3::hash(code).as_bytes(), code].concat();
-    std::fs::write(&part, bytes).and_then(|()| std::fs::rename(&part, path)).inspect_err(|_| {
-        let _ = std::fs::remove_file(&part);
-    })
+    format!("{major}.{minor}")
 }
 
 fn failed(call: &str, code: sys::nvrtcResult) -> DeviceError {
@@ -209,30 +173,5 @@ fn log(program: &Program) -> String {
         let mut log = vec![0u8; size];
         sys::nvrtcGetProgramLog(program.0, log.as_mut_ptr().cast());
         String::from_utf8_lossy(&log).trim_end_matches('\0').trim().to_owned()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_damaged_cache_counts_as_absent() {
-        let _limit = testkit::time_limit(10);
-        let folder = std::env::temp_dir().join(format!("gpurun-kernels-{}", std::process::id()));
-        let path = folder.join("code");
-        write_cached(&path, b"some code").expect("written");
-        assert_eq!(read_cached(&path).as_deref(), Some(&b"some code"[..]));
-        let mut bytes = std::fs::read(&path).expect("read");
-        for damage in [1, 20, bytes.len() - 1] {
-            bytes[damage] ^= 1;
-            std::fs::write(&path, &bytes).expect("write");
-            assert_eq!(read_cached(&path), None);
-            bytes[damage] ^= 1;
-        }
-        std::fs::write(&path, &bytes[..10]).expect("write");
-        assert_eq!(read_cached(&path), None);
-        assert!(write_cached(&path.join("below a file"), b"x").is_err(), "a folder that cannot be made is an error");
-        std::fs::remove_dir_all(&folder).expect("the folder goes");
     }
 }

@@ -5,11 +5,12 @@ use std::ffi::{CStr, c_void};
 use std::sync::{Mutex, PoisonError};
 
 use cudarc::cublaslt::sys as lt;
+use cudarc::driver::sys as driver;
 use gpurun_types::{DType, Lane};
 
 use super::check::{float, is, length, shape};
-use super::driver::{Launch, arguments};
-use super::{CudaBackend, KernelSource, Result, WORKSPACE};
+use super::driver::{Launch, arguments, check as driver_check};
+use super::{CudaBackend, KernelSource, Result, WORKSPACE, cache};
 use crate::{DeviceError, Matmul};
 
 const OP: &str = "matmul";
@@ -192,18 +193,22 @@ impl Drop for Preference {
     }
 }
 
+/// Algorithms that are tried for a large product.
+const TRIED: usize = 8;
+/// Multiply-adds from which trying pays: the first choice is up to 15 % slower than the best.
+const LARGE: usize = 1 << 29;
+/// Times that each is run, after once to warm up.
+const REPEATS: usize = 5;
+
 impl Library {
-    /// The algorithm that the library thinks best; `None` when it has none for such a product.
-    fn algorithm(&self, key: &Key, d: &Descriptors) -> Result<Option<lt::cublasLtMatmulAlgo_t>> {
-        let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(plan) = plans.get(key) {
-            return Ok(*plan);
-        }
+    /// The algorithms that the library thinks best, best first; none when it does not take such a product.
+    fn candidates(&self, key: &Key, d: &Descriptors) -> Result<Vec<lt::cublasLtMatmulAlgo_t>> {
         let preference = Preference::new(key)?;
-        let mut found = std::mem::MaybeUninit::<lt::cublasLtMatmulHeuristicResult_t>::zeroed();
+        // SAFETY: the results are plain numbers, for which zero is a value.
+        let mut found: [lt::cublasLtMatmulHeuristicResult_t; TRIED] = unsafe { std::mem::zeroed() };
         let mut count = 0;
         let [b, a, result] = d.layouts;
-        // SAFETY: descriptors exist; there is room for the one result asked for.
+        // SAFETY: descriptors exist; there is room for the results asked for.
         let code = unsafe {
             lt::cublasLtMatmulAlgoGetHeuristic(
                 self.handle,
@@ -213,20 +218,58 @@ impl Library {
                 result,
                 result,
                 preference.0,
-                1,
+                TRIED as i32,
                 found.as_mut_ptr(),
                 &raw mut count,
             )
         };
-        let none = code == lt::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED
-            || code == lt::cublasStatus_t::CUBLAS_STATUS_INVALID_VALUE;
-        if !none {
-            check("cublasLtMatmulAlgoGetHeuristic", code)?;
+        use lt::cublasStatus_t as Status;
+        if code == Status::CUBLAS_STATUS_NOT_SUPPORTED || code == Status::CUBLAS_STATUS_INVALID_VALUE {
+            return Ok(Vec::new());
         }
-        // SAFETY: a result that was counted has been written; it is plain data.
-        let plan = (!none && count > 0).then(|| unsafe { found.assume_init_ref().algo });
-        plans.insert(*key, plan);
-        Ok(plan)
+        check("cublasLtMatmulAlgoGetHeuristic", code)?;
+        let usable = |r: &&lt::cublasLtMatmulHeuristicResult_t| r.state == Status::CUBLAS_STATUS_SUCCESS;
+        Ok(found[..count as usize].iter().filter(usable).map(|r| r.algo).collect())
+    }
+}
+
+/// Two events that time what lies between them on a stream.
+struct Stopwatch([driver::CUevent; 2]);
+
+impl Stopwatch {
+    fn new() -> Result<Self> {
+        let mut this = Self([std::ptr::null_mut(); 2]);
+        for event in &mut this.0 {
+            // SAFETY: the driver writes a handle to a field of `this`.
+            driver_check("cuEventCreate", unsafe { driver::cuEventCreate(event, 0) })?;
+        }
+        Ok(this)
+    }
+
+    fn mark(&self, which: usize, stream: driver::CUstream) -> Result {
+        // SAFETY: event and stream exist.
+        driver_check("cuEventRecord", unsafe { driver::cuEventRecord(self.0[which], stream) })
+    }
+
+    /// Milliseconds between the marks, when the second has passed.
+    fn read(&self) -> Result<f32> {
+        let [start, end] = self.0;
+        let mut time = 0.0;
+        // SAFETY: both events have been recorded; the driver writes to a local.
+        unsafe {
+            driver_check("cuEventSynchronize", driver::cuEventSynchronize(end))?;
+            driver_check("cuEventElapsedTime", driver::cuEventElapsedTime(&raw mut time, start, end))?;
+        }
+        Ok(time)
+    }
+}
+
+impl Drop for Stopwatch {
+    fn drop(&mut self) {
+        for event in self.0.iter().filter(|e| !e.is_null()) {
+            // SAFETY: the event is ours and is destroyed once.
+            let _ = unsafe { driver::cuEventDestroy_v2(*event) };
+        }
     }
 }
 
@@ -272,7 +315,19 @@ impl CudaBackend {
     fn product(&self, lane: Lane, key: &Key, at: Addresses) -> Result<bool> {
         self.driver.enter()?;
         let descriptors = Descriptors::new(key, at.bias)?;
-        let Some(algorithm) = self.library.algorithm(key, &descriptors)? else { return Ok(false) };
+        let Some(algorithm) = self.algorithm(lane, key, &descriptors, at)? else { return Ok(false) };
+        check("cublasLtMatmul", self.run(lane, key, &descriptors, &algorithm, at)?)?;
+        Ok(true)
+    }
+
+    fn run(
+        &self,
+        lane: Lane,
+        key: &Key,
+        descriptors: &Descriptors,
+        algorithm: &lt::cublasLtMatmulAlgo_t,
+        at: Addresses,
+    ) -> Result<lt::cublasStatus_t> {
         let workspace = self.workspace(lane, WORKSPACE)?;
         let (alpha, beta) = (1.0f32, if key.added { 1.0f32 } else { 0.0 });
         let [first, second, result] = descriptors.layouts;
@@ -294,14 +349,94 @@ impl CudaBackend {
                 result,
                 at.d as *mut c_void,
                 result,
-                &raw const algorithm,
+                algorithm,
                 workspace as *mut c_void,
                 WORKSPACE as usize,
                 self.driver.stream(lane).cast(),
             )
         };
-        check("cublasLtMatmul", code)?;
-        Ok(true)
+        Ok(code)
+    }
+
+    /// The algorithm for a product: of a small one the library's first choice, of a large one the fastest of those tried when
+    /// it is first met; `None` when the library has none.
+    fn algorithm(
+        &self,
+        lane: Lane,
+        key: &Key,
+        descriptors: &Descriptors,
+        at: Addresses,
+    ) -> Result<Option<lt::cublasLtMatmulAlgo_t>> {
+        let mut plans = self.library.plans.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(plan) = plans.get(key) {
+            return Ok(*plan);
+        }
+        let candidates = self.library.candidates(key, descriptors)?;
+        let large = key.mnk.iter().product::<usize>() >= LARGE && candidates.len() > 1;
+        let best = if large { self.fastest(lane, key, descriptors, &candidates, at)? } else { 0 };
+        let plan = candidates.get(best).copied();
+        plans.insert(*key, plan);
+        Ok(plan)
+    }
+
+    /// Index of the fastest candidate. The choice is kept on disk, so that later runs on the machine give the same bits.
+    fn fastest(
+        &self,
+        lane: Lane,
+        key: &Key,
+        descriptors: &Descriptors,
+        candidates: &[lt::cublasLtMatmulAlgo_t],
+        at: Addresses,
+    ) -> Result<usize> {
+        // SAFETY: the library is loaded; the call takes nothing.
+        let version = unsafe { lt::cublasLtGetVersion() };
+        let name = cache::name(&["matmul", &self.driver.name, &version.to_string(), &format!("{key:?}")]);
+        if let Some([kept]) = cache::load(&name).as_deref()
+            && usize::from(*kept) < candidates.len()
+        {
+            return Ok(usize::from(*kept));
+        }
+        let [m, n, _] = key.mnk;
+        let Ok(result) = self.allocate_device(key.output.bytes(m * n)) else {
+            tracing::debug!(?key, "no room to try algorithms for a matrix product; the library's first choice it is");
+            return Ok(0);
+        };
+        // What the product is added to may be the result itself, which must not change.
+        let at = Addresses { d: result, c: if at.c == at.d { result } else { at.c }, ..at };
+        let times: Result<Vec<f32>> =
+            candidates.iter().map(|algorithm| self.time(lane, key, descriptors, algorithm, at)).collect();
+        // SAFETY: timing has waited for all work on the memory, which nobody else knows.
+        let freed = unsafe { driver::cuMemFree_v2(result) };
+        let times = times?;
+        driver_check("cuMemFree", freed)?;
+        let best = (0..times.len()).min_by(|a, b| times[*a].total_cmp(&times[*b])).unwrap_or(0);
+        tracing::debug!(?key, ?times, best, "tried algorithms for a matrix product");
+        cache::keep(&name, &[best as u8]);
+        Ok(best)
+    }
+
+    /// Milliseconds of a few runs; infinite where the library refuses the algorithm after all.
+    fn time(
+        &self,
+        lane: Lane,
+        key: &Key,
+        descriptors: &Descriptors,
+        algorithm: &lt::cublasLtMatmulAlgo_t,
+        at: Addresses,
+    ) -> Result<f32> {
+        let (watch, stream) = (Stopwatch::new()?, self.driver.stream(lane));
+        for repeat in 0..=REPEATS {
+            if repeat == 1 {
+                watch.mark(0, stream)?;
+            }
+            let code = self.run(lane, key, descriptors, algorithm, at)?;
+            if code != lt::cublasStatus_t::CUBLAS_STATUS_SUCCESS {
+                self.driver.synchronize(lane)?;
+                return Ok(f32::INFINITY);
+            }
+        }
+        watch.mark(1, stream)?;
+        watch.read()
     }
 
     /// By a kernel of our own that takes any size and alignment.
@@ -312,6 +447,9 @@ impl CudaBackend {
         // Rows of tiles are the second dimension of the grid, which is limited.
         if m.div_ceil(16) > 65_535 {
             return Err(shape(OP, format!("{m} rows of {n} by {k}: no algorithm for these sizes")));
+        }
+        if m * n * k >= LARGE {
+            tracing::warn!(?key, "cuBLASLt has no algorithm for a large matrix product; a slow kernel does it");
         }
         let list = arguments![at.a, at.b, c, at.d, m, n, k, turn_a, turn_b];
         let launch = Launch { grid: [n.div_ceil(16), m.div_ceil(16), 1], block: [16, 16], shared: 0 };

@@ -41,7 +41,7 @@ impl CudaBackend {
     }
 
     /// Zeroed device memory.
-    fn allocate_device(&self, bytes: Bytes) -> Result<u64> {
+    pub(super) fn allocate_device(&self, bytes: Bytes) -> Result<u64> {
         if bytes.0 == 0 {
             return Ok(0);
         }

@@ -9,6 +9,7 @@
 
 mod attention;
 mod backend;
+mod cache;
 mod check;
 mod compile;
 mod driver;
