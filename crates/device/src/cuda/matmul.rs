@@ -258,7 +258,7 @@ impl Stopwatch {
         // SAFETY: both events have been recorded; the driver writes to a local.
         unsafe {
             driver_check("cuEventSynchronize", driver::cuEventSynchronize(end))?;
-            driver_check("cuEventElapsedTime", driver::cuEventElapsedTime(&raw mut time, start, end))?;
+            driver_check("cuEventElapsedTime", driver::cuEventElapsedTime_v2(&raw mut time, start, end))?;
         }
         Ok(time)
     }
