@@ -9,8 +9,8 @@
 use std::time::Instant;
 
 use gpurun_device::{
-    AdamW, Attention, AttentionBackward, AttentionShape, Backend, CrossEntropy, CudaBackend, Embedding, Matmul,
-    NormBackward, NormForward, NormKind, Rope, ScalarSlot, ScratchSizes,
+    AdamW, Attention, AttentionBackward, AttentionShape, Backend, CrossEntropy, CudaBackend, CudnnAttention, Embedding,
+    Matmul, NormBackward, NormForward, NormKind, Rope, ScalarSlot, ScratchSizes,
 };
 use gpurun_types::{ArenaId, Bytes, DType, Lane, Place, View};
 
@@ -247,14 +247,28 @@ impl Bench {
         };
         // Causal: half of the scores.
         let flops = 2.0 * (rows * seq * width) as f64;
+        self.backend.whole_documents(true);
         let held = self.next;
-        self.row("attention forward", model.layers, Cost::Flops(flops), |b| {
-            b.attention_forward(C, args).expect("attention");
-        });
-        self.next = held;
-        self.row("attention backward", model.layers, Cost::Flops(2.5 * flops), |b| {
-            b.attention_backward(C, backward).expect("attention");
-        });
+        for (name, mode, count) in [
+            ("attention", CudnnAttention::Off, model.layers),
+            ("cudnn", CudnnAttention::Deterministic, 0),
+            ("cudnn fastest", CudnnAttention::Fastest, 0),
+        ] {
+            self.backend.set_cudnn_attention(mode);
+            let before = self.backend.cudnn_plans();
+            self.row(&format!("{name} forward"), count, Cost::Flops(flops), |b| {
+                b.attention_forward(C, args).expect("attention");
+            });
+            self.next = held;
+            self.row(&format!("{name} backward"), count, Cost::Flops(2.5 * flops), |b| {
+                b.attention_backward(C, backward).expect("attention");
+            });
+            self.next = held;
+            println!("  {} new cuDNN plans", self.backend.cudnn_plans() - before);
+        }
+        self.backend.set_cudnn_attention(CudnnAttention::default());
+        self.backend.whole_documents(false);
+        self.next = self.floating;
     }
 
     fn norms(&mut self, model: Model) {

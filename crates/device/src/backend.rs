@@ -143,6 +143,10 @@ pub trait Backend: ScratchSizes {
     /// Causal attention; see [`Attention`].
     fn attention_forward(&self, lane: Lane, args: Attention) -> Result;
 
+    /// Promises that every element of `starts` of attention calls enqueued from now on is zero, or takes that back: sequences
+    /// are one document each. Some devices have faster kernels for those; nothing is promised at first.
+    fn whole_documents(&self, _whole: bool) {}
+
     /// Gradient of [`Backend::attention_forward`]; see [`AttentionBackward`].
     fn attention_backward(&self, lane: Lane, args: AttentionBackward) -> Result;
 

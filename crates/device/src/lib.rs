@@ -17,6 +17,7 @@ pub mod suite;
 pub use backend::{Backend, DeviceError, Mark, ScratchSizes};
 pub use cpu::{CpuBackend, CpuSizes};
 pub use cuda::{
-    CUDA_PATH_VARIABLE, CudaBackend, CudaLibrary, CudaSizes, KernelSource, KernelUnit, compile_kernels, cuda_libraries,
+    CUDA_PATH_VARIABLE, CudaBackend, CudaLibrary, CudaSizes, CudnnAttention, KernelSource, KernelUnit, compile_kernels,
+    cuda_libraries, cudnn_library,
 };
 pub use ops::*;

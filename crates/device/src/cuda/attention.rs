@@ -70,6 +70,9 @@ impl CudaBackend {
     pub(super) fn attention_forward_op(&self, lane: Lane, a: &Attention) -> Result {
         const OP: &str = "attention_forward";
         check(OP, a)?;
+        if self.cudnn_forward(lane, a)? {
+            return Ok(());
+        }
         if flash::takes(a.shape, a.qkv.dtype) {
             return self.flash_forward(lane, a);
         }
@@ -88,6 +91,9 @@ impl CudaBackend {
         let deltas = self.address(a.scratch);
         if !deltas.is_multiple_of(4) {
             return Err(shape(OP, "scratch is not aligned to fp32"));
+        }
+        if self.cudnn_backward(lane, args)? {
+            return Ok(());
         }
         if flash::takes(a.shape, a.qkv.dtype) {
             return self.flash_backward(lane, args);

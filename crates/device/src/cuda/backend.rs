@@ -134,6 +134,10 @@ impl Backend for CudaBackend {
         self.attention_backward_op(lane, &args)
     }
 
+    fn whole_documents(&self, whole: bool) {
+        self.set_whole_documents(whole);
+    }
+
     fn gelu_forward(&self, lane: Lane, x: View, y: View) -> Result {
         self.check("gelu_forward", [x, y])?;
         self.gelu_forward_op(lane, x, y)

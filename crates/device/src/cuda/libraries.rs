@@ -35,6 +35,12 @@ pub fn cuda_libraries() -> Vec<CudaLibrary> {
     NEEDED.iter().map(|name| find(name, &folders)).collect()
 }
 
+/// Finds and loads cuDNN, which attention runs faster with and which need not be there.
+#[must_use]
+pub fn cudnn_library() -> CudaLibrary {
+    find("cudnn", &folders())
+}
+
 fn find(name: &'static str, folders: &[PathBuf]) -> CudaLibrary {
     let mut error = None;
     for folder in folders {
@@ -73,6 +79,7 @@ fn open(path: &Path) -> Result<(), String> {
 fn sonames(name: &str) -> Vec<String> {
     match name {
         "cuda" => vec!["libcuda.so.1".into()],
+        "cudnn" => vec!["libcudnn.so.9".into()],
         "nvrtc-builtins" => Vec::new(), // NVRTC asks for its own by version
         _ => [".13", ".12", ""].iter().map(|major| format!("lib{name}.so{major}")).collect(),
     }
@@ -121,6 +128,11 @@ fn version(name: &str, path: &Path) -> Option<String> {
         "cublasLt" => {
             // SAFETY: the library is loaded; the call takes nothing.
             let number = unsafe { cudarc::cublaslt::sys::cublasLtGetVersion() };
+            Some(format!("{}.{}.{}", number / 10_000, number / 100 % 100, number % 100))
+        }
+        "cudnn" => {
+            // SAFETY: the library is loaded; the call takes nothing.
+            let number = unsafe { cudarc::cudnn::sys::cudnnGetVersion() };
             Some(format!("{}.{}.{}", number / 10_000, number / 100 % 100, number % 100))
         }
         "cuda" => {

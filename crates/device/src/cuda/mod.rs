@@ -12,6 +12,7 @@ mod backend;
 mod cache;
 mod check;
 mod compile;
+mod cudnn;
 mod driver;
 mod flash;
 mod libraries;
@@ -32,7 +33,8 @@ use gpurun_types::{Bytes, DType, Lane};
 use crate::{AttentionShape, CpuBackend, DeviceError, ScratchSizes};
 pub use compile::{Source as KernelSource, Unit as KernelUnit, compile as compile_kernels};
 use driver::{Arguments, Driver, Launch, check as check_call};
-pub use libraries::{CudaLibrary, PATH_VARIABLE as CUDA_PATH_VARIABLE, cuda_libraries};
+pub use cudnn::CudnnAttention;
+pub use libraries::{CudaLibrary, PATH_VARIABLE as CUDA_PATH_VARIABLE, cuda_libraries, cudnn_library};
 use memory::Arena;
 
 type Result<T = ()> = std::result::Result<T, DeviceError>;
@@ -51,6 +53,7 @@ pub struct CudaBackend {
     modules: Mutex<HashMap<KernelUnit, usize>>,
     functions: Mutex<HashMap<(KernelUnit, &'static str), usize>>,
     faults: Faults,
+    cudnn: cudnn::Cudnn,
     // Last: it owns the pages that are registered with the driver.
     host: CpuBackend,
 }
@@ -86,6 +89,7 @@ impl CudaBackend {
             modules: Mutex::default(),
             functions: Mutex::default(),
             faults,
+            cudnn: cudnn::Cudnn::default(),
             host: CpuBackend::new(threads)?,
         })
     }
