@@ -122,17 +122,18 @@ fn checkpoints_that_are_none() {
 #[test]
 fn what_does_not_fit_says_what_would() {
     let _limit = testkit::time_limit(60);
-    let words = ["train", "--steps", "2", "--seq-len", "64", "--global-batch", "8"];
+    let words = ["train", "--steps", "2", "--seq-len", "64", "--global-batch", "8", "--micro-batch", "1"];
     let with = |nproc: &str, command: &str, extra: &[&str]| {
         let mut line = gpurun(&["--nproc", nproc, command]);
         line.args(&words[1..]).args(extra);
         if command == "plan" {
-            line = gpurun(&["--nproc", nproc, "plan", "--seq-len", "64", "--global-batch", "8"]);
+            line = gpurun(&["--nproc", nproc, "plan"]);
+            line.args(&words[3..]);
             line.args(extra);
         }
         run(line)
     };
-    let free = with("4", "plan", &["--json", "--micro-batch", "1"]);
+    let free = with("4", "plan", &["--json"]);
     let free: serde_json::Value = serde_json::from_str(&free.stdout).expect("a JSON object");
     let needed = free["ranks"][0]["device_peak_bytes"].as_u64().expect("bytes");
     let items = free["ranks"][0]["items"].as_array().expect("items");

@@ -2,12 +2,13 @@
 //! declared.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 use gpurun_device::{AdamW, Backend, DeviceError, LossScaling, Mark, ScalarSlot, StepScalars};
 use gpurun_model::{BatchShape, Cx, Mode, Model};
-use gpurun_plan::{InstrId, ModelSpec, Op, PassIo, Program, RankPlan, Region, UnitId, param_starts};
+use gpurun_plan::{InstrId, Micro, ModelSpec, Op, PassIo, Program, RankPlan, Region, UnitId, param_starts};
 use gpurun_types::{ArenaId, DType, Lane, Place, Rank, View};
 
 use crate::describe::{Owners, label};
@@ -80,7 +81,8 @@ pub struct Machine {
     pub(crate) shape: BatchShape,
     pub(crate) dtype: DType,
     pub(crate) adam: AdamOptions,
-    pub(crate) inputs: RwLock<StepInputs>,
+    loss_factor: AtomicU32,
+    staging: Staging,
     arenas: [Option<ArenaId>; 2],
     params: Vec<UnitParams>,
 }
@@ -113,7 +115,10 @@ impl Machine {
             }
         }
         let params = unit_params(&model, &spec);
-        Ok(Self { backend, model, spec, plan, links, shape, dtype, adam, inputs: RwLock::default(), arenas, params })
+        let loads = plan.train.instrs.iter().filter(|i| matches!(i.op, Op::LoadBatch { .. })).count();
+        let staging = Staging::new(backend.as_ref(), loads.max(1), shape.tokens())?;
+        let loss_factor = AtomicU32::new(0);
+        Ok(Self { backend, model, spec, plan, links, shape, dtype, adam, loss_factor, staging, arenas, params })
     }
 
     /// The memory of a region.
@@ -179,7 +184,7 @@ impl Machine {
             loss_scale: io.scalars.map_or(View { dtype: DType::F32, ..nothing }, |r| {
                 self.view(r).slice(ScalarSlot::LossScale as usize, 1)
             }),
-            loss_factor: self.inputs().loss_factor,
+            loss_factor: f32::from_bits(self.loss_factor.load(Ordering::Relaxed)),
         };
         let pass = Pass {
             weights: self.param_views(unit, &io.weights),
@@ -193,21 +198,27 @@ impl Machine {
         body(&cx, pass)
     }
 
-    fn inputs(&self) -> std::sync::RwLockReadGuard<'_, StepInputs> {
-        self.inputs.read().unwrap_or_else(PoisonError::into_inner)
+    /// Puts the inputs of the next run where its copies find them. Nothing of an earlier run may be under way.
+    pub fn set_inputs(&self, inputs: &StepInputs) -> Result<(), DeviceError> {
+        self.loss_factor.store(inputs.loss_factor.to_bits(), Ordering::Relaxed);
+        self.backend.upload(&inputs.learning_rate.to_le_bytes(), self.staging.learning_rate)?;
+        for (micro, host) in inputs.micros.iter().enumerate() {
+            for (which, values) in [&host.tokens, &host.targets, &host.starts].into_iter().enumerate() {
+                self.backend.upload(&i32_bytes(values), self.staging.batch(Micro(micro as u32), which))?;
+            }
+        }
+        Ok(())
     }
 
     /// Runs one instruction on the calling thread (or enqueues it on its lane's stream).
     fn execute(&self, op: &Op, lane: Lane, mode: Mode, logits: Option<LogitsRequest>) -> Result<(), Fault> {
         match op {
             Op::LoadBatch { micro, batch, learning_rate } => {
-                let inputs = self.inputs();
-                let host = &inputs.micros[micro.0 as usize];
-                for (region, values) in batch.iter().zip([&host.tokens, &host.targets, &host.starts]) {
-                    self.backend.upload(i32_bytes(values).as_slice(), self.view(*region))?;
+                for (which, region) in batch.iter().enumerate() {
+                    self.backend.copy(lane, self.staging.batch(*micro, which), self.view(*region))?;
                 }
                 if let Some(region) = learning_rate {
-                    self.backend.upload(&inputs.learning_rate.to_le_bytes(), self.view(*region))?;
+                    self.backend.copy(lane, self.staging.learning_rate, self.view(*region))?;
                 }
             }
             Op::Zero { dst } => self.backend.fill(lane, self.view(*dst), 0.0)?,
@@ -302,6 +313,28 @@ impl Machine {
         let at = spec.scratch.iter().position(|t| t.name == "logits");
         let at = at.ok_or_else(|| DeviceError::Missing("the loss unit has no scratch tensor named logits".into()))?;
         Ok(self.view(io.scratch[at]).slice(0, self.model.vocabulary))
+    }
+}
+
+/// Host memory from which a step's inputs are copied: tokens, targets and starts of each micro-batch, the learning rate.
+struct Staging {
+    batches: View,
+    learning_rate: View,
+    tokens: usize,
+}
+
+impl Staging {
+    fn new(backend: &dyn Backend, micros: usize, tokens: usize) -> Result<Self, EngineError> {
+        let batches = micros * 3 * tokens;
+        let bytes = DType::I32.bytes(batches + 1);
+        let arena = backend.allocate(Place::Host, bytes).map_err(EngineError::DoesNotFit)?;
+        let view = View { arena, offset: 0, len: batches, dtype: DType::I32 };
+        let learning_rate = View { offset: view.bytes(), len: 1, dtype: DType::F32, ..view };
+        Ok(Self { batches: view, learning_rate, tokens })
+    }
+
+    fn batch(&self, micro: Micro, which: usize) -> View {
+        self.batches.slice((micro.0 as usize * 3 + which) * self.tokens, self.tokens)
     }
 }
 

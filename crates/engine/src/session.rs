@@ -1,6 +1,6 @@
 //! One rank's model in memory: built from a plan, initialised or restored, stepped, read out.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 use gpurun_comm::CommError;
 use gpurun_device::{Backend, DeviceError, ScalarSlot};
@@ -311,7 +311,7 @@ impl Session {
 
     /// Runs one training step.
     pub fn step(&self, step: u64, inputs: StepInputs, watcher: &dyn Watcher) -> Result<StepOutcome, EngineError> {
-        self.set_inputs(inputs);
+        self.set_inputs(&inputs)?;
         self.interpreter.train_step(step, watcher)?;
         let scalars = self.scalars()?;
         let slot = |s: ScalarSlot| scalars[s as usize];
@@ -327,7 +327,7 @@ impl Session {
 
     /// Runs the forward over one micro-batch; the summed loss of all replicas.
     pub fn evaluate(&self, step: u64, inputs: StepInputs, watcher: &dyn Watcher) -> Result<f64, EngineError> {
-        self.set_inputs(inputs);
+        self.set_inputs(&inputs)?;
         self.interpreter.evaluate(None, step, watcher)?;
         Ok(self.read_f64(self.machine.plan.eval_losses)?.iter().sum())
     }
@@ -340,7 +340,7 @@ impl Session {
         inputs: StepInputs,
         watcher: &dyn Watcher,
     ) -> Result<Vec<f32>, EngineError> {
-        self.set_inputs(inputs);
+        self.set_inputs(&inputs)?;
         self.interpreter.evaluate(Some(LogitsRequest { row }), step, watcher)?;
         let plan = &self.machine.plan;
         let io = plan.evaluate.instrs.iter().rev().find_map(|i| match &i.op {
@@ -356,8 +356,8 @@ impl Session {
         Ok(out)
     }
 
-    fn set_inputs(&self, inputs: StepInputs) {
-        *self.machine.inputs.write().unwrap_or_else(PoisonError::into_inner) = inputs;
+    fn set_inputs(&self, inputs: &StepInputs) -> Result<(), EngineError> {
+        self.machine.set_inputs(inputs).map_err(set_up("handing over a batch"))
     }
 
     /// Losses of the last step: after the units' columns of every row of the gathered partials.

@@ -1,7 +1,7 @@
 //! `plan`: what each rank of a run would hold and send, without running it.
 
 use clap::Parser;
-use gpurun_device::CpuSizes;
+use gpurun_device::{CpuSizes, CudaSizes, ScratchSizes};
 use gpurun_engine::{EngineError, model_spec};
 use gpurun_model::BatchShape;
 use gpurun_plan::{CollectiveVolume, MemoryItem, Plan, checkpoint_bytes, collective_volume, memory_report};
@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use crate::command::{Failure, command};
 use crate::fit::fitted;
-use crate::options::{TrainArgs, TrainOptions};
+use crate::options::{Device, TrainArgs, TrainOptions};
 use crate::train::{TrainError, plan_options};
 
 /// Show what each rank of `train` with these options would hold in memory and send, without running it
@@ -82,9 +82,10 @@ fn show(args: PlanArgs, nproc: u32) -> Result<String, Failure> {
 fn build(options: &TrainOptions, nproc: u32) -> Result<(Plan, Report), Failure> {
     let model = options.model.config.build().map_err(TrainError::from)?;
     options.check_context(model.max_seq)?;
-    let (options, micro) = &fitted(options, &model, nproc, &CpuSizes)?;
+    let sizes: &dyn ScratchSizes = if options.device == Device::Cuda { &CudaSizes } else { &CpuSizes };
+    let (options, micro) = &fitted(options, &model, nproc, sizes)?;
     let shape = BatchShape { batch: micro.sequences, seq: options.seq_len };
-    let spec = model_spec(&model, shape, options.dtype, &CpuSizes)?;
+    let spec = model_spec(&model, shape, options.dtype, sizes)?;
     let plan = Plan::build(&spec, &plan_options(options, nproc)?).map_err(EngineError::from)?;
     let ranks = plan.ranks.iter().map(|rank| RankReport {
         rank: rank.rank.0,

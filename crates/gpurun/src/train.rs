@@ -7,7 +7,7 @@ use gpurun_checkpoint::hf::HfWeights;
 use gpurun_checkpoint::{Checkpoint, TensorShape, check_out, latest};
 use gpurun_comm::{CommError, Communicator, Fabric, Solo};
 use gpurun_data::{DataConfig, Dataset, Progress, TokenizerChoice};
-use gpurun_device::{Backend, CpuBackend, CpuSizes, LossScaling};
+use gpurun_device::{Backend, CpuBackend, CudaBackend, DeviceError, LossScaling};
 use gpurun_engine::checkpoint::{Position, Provenance, load};
 use gpurun_engine::{
     AdamOptions, Control, EngineError, Network, Observer, Session, SessionOptions, State, StepInputs, Summary,
@@ -19,7 +19,7 @@ use gpurun_types::{DType, Place, Rank};
 
 use crate::corpus;
 use crate::fit::{DoesNotFit, fitted};
-use crate::options::{ModelChoice, Offload, OptionsError, Resume, Tokenizer, TrainOptions};
+use crate::options::{Device, ModelChoice, Offload, OptionsError, Resume, Tokenizer, TrainOptions};
 
 /// Channel of votes and barriers; the plan's channels are below.
 const CONTROL_CHANNEL: u32 = 32;
@@ -36,6 +36,9 @@ pub enum TrainError {
     /// The model cannot be built.
     #[error(transparent)]
     Model(#[from] ModelError),
+    /// The device cannot be used.
+    #[error("{0}")]
+    Device(String),
     /// There is no checkpoint to resume from.
     #[error("{0}")]
     NoCheckpoint(String),
@@ -58,7 +61,7 @@ impl TrainError {
     #[must_use]
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::Options(_) | Self::Model(_) | Self::Out(_) => 2,
+            Self::Options(_) | Self::Model(_) | Self::Out(_) | Self::Device(_) => 2,
             Self::DoesNotFit(_) => 3,
             Self::NoCheckpoint(_) => 5,
             Self::Board(_) => 4,
@@ -166,7 +169,8 @@ pub fn train(
 ) -> Result<Summary, TrainError> {
     let model = build(options)?;
     options.check_context(model.max_seq)?;
-    let (options, _) = &fitted(options, &model, place.world, &CpuSizes)?;
+    let backend = open_backend(options, place, observer)?;
+    let (options, _) = &fitted(options, &model, place.world, backend.as_ref())?;
     if let Some(out) = &options.out {
         check_out(out).map_err(TrainError::Out)?;
     }
@@ -174,7 +178,7 @@ pub fn train(
     let steps = options.steps(dataset.windows());
     let rate = options.learning_rate(steps)?;
     let control = open_control(place)?;
-    let session = open_session(options, Arc::new(model), place)?;
+    let session = open_session(options, Arc::new(model), place, backend)?;
     let job = Job { options, place, observer, dataset, session, control };
     let start = job.start()?;
     let (train, evaluate) = job.session.labels();
@@ -237,11 +241,43 @@ fn open_control(place: &RankPlace<'_>) -> Result<Control, EngineError> {
     Control::new(Arc::new(link), backend)
 }
 
-fn open_session(options: &TrainOptions, model: Arc<Model>, place: &RankPlace<'_>) -> Result<Session, TrainError> {
-    let backend: Arc<dyn Backend> = Arc::new(
-        CpuBackend::new(options.threads.unwrap_or(place.threads))
-            .map_err(|source| EngineError::SetUp { what: "starting the CPU backend", source })?,
-    );
+/// The device that a rank computes on.
+fn open_backend(
+    options: &TrainOptions,
+    place: &RankPlace<'_>,
+    observer: &dyn TrainObserver,
+) -> Result<Arc<dyn Backend>, TrainError> {
+    let threads = options.threads.unwrap_or(place.threads);
+    let failed = |source| EngineError::SetUp { what: "starting the device", source };
+    let cuda = match options.device {
+        Device::Cpu => None,
+        Device::Auto if place.world > 1 => None,
+        Device::Auto | Device::Cuda => Some(CudaBackend::new(0, threads)),
+    };
+    match (cuda, options.device) {
+        (Some(_), Device::Cuda) if place.world > 1 => Err(TrainError::Device(
+            "--device cuda works with one rank so far; leave --nproc out, or use --device cpu".to_owned(),
+        )),
+        (Some(Ok(cuda)), _) => Ok(Arc::new(cuda)),
+        (Some(Err(error)), Device::Cuda) => Err(TrainError::Device(format!("--device cuda: {error}"))),
+        // Said once, so that nobody waits for a GPU that is not used.
+        (Some(Err(error)), _) if !matches!(error, DeviceError::Missing(_)) => Err(failed(error).into()),
+        _ => {
+            let cpu = CpuBackend::new(threads).map_err(failed)?;
+            if place.rank == Rank(0) && options.device == Device::Auto {
+                observer.note(&format!("training on {}", cpu.name()));
+            }
+            Ok(Arc::new(cpu))
+        }
+    }
+}
+
+fn open_session(
+    options: &TrainOptions,
+    model: Arc<Model>,
+    place: &RankPlace<'_>,
+    backend: Arc<dyn Backend>,
+) -> Result<Session, TrainError> {
     let micro = options.micro_batches(place.world)?;
     let settings = SessionOptions {
         plan: plan_options(options, place.world)?,

@@ -73,6 +73,8 @@ pub enum Device {
     Auto,
     /// The processor.
     Cpu,
+    /// A GPU of NVIDIA.
+    Cuda,
 }
 
 /// Which checkpoint a run starts from.
