@@ -201,6 +201,8 @@ impl Machine {
     /// Puts the inputs of the next run where its copies find them. Nothing of an earlier run may be under way.
     pub fn set_inputs(&self, inputs: &StepInputs) -> Result<(), DeviceError> {
         self.loss_factor.store(inputs.loss_factor.to_bits(), Ordering::Relaxed);
+        // Sequences without a document's start inside may take faster kernels.
+        self.backend.whole_documents(inputs.micros.iter().all(|m| m.starts.iter().all(|s| *s == 0)));
         self.backend.upload(&inputs.learning_rate.to_le_bytes(), self.staging.learning_rate)?;
         for (micro, host) in inputs.micros.iter().enumerate() {
             for (which, values) in [&host.tokens, &host.targets, &host.starts].into_iter().enumerate() {

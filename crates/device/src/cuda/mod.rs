@@ -32,8 +32,8 @@ use gpurun_types::{Bytes, DType, Lane};
 
 use crate::{AttentionShape, CpuBackend, DeviceError, ScratchSizes};
 pub use compile::{Source as KernelSource, Unit as KernelUnit, compile as compile_kernels};
-use driver::{Arguments, Driver, Launch, check as check_call};
 pub use cudnn::CudnnAttention;
+use driver::{Arguments, Driver, Launch, check as check_call};
 pub use libraries::{CudaLibrary, PATH_VARIABLE as CUDA_PATH_VARIABLE, cuda_libraries, cudnn_library};
 use memory::Arena;
 

@@ -166,6 +166,20 @@ pub fn unit(dtype: DType) -> f64 {
     }
 }
 
+/// Demands `‖got - want‖ <= tolerance * ‖terms‖`, where `terms` are the sums of the magnitudes of what each element is the sum
+/// of, and the same of each element within a factor of 2.
+pub fn near_terms(what: &str, got: &[f64], want: &[f64], terms: &[f64], tolerance: f64) {
+    assert!(got.len() == want.len() && got.len() == terms.len(), "{what}");
+    let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>().sqrt();
+    let (size, error) = (norm(&mut terms.iter().copied()), norm(&mut got.iter().zip(want).map(|(g, w)| g - w)));
+    assert!(error <= tolerance * size + 1e-30, "{what}: error {error:e} beside terms of {size:e}: above {tolerance:e}");
+    let usual = size / (want.len().max(1) as f64).sqrt();
+    for (i, ((g, w), t)) in got.iter().zip(want).zip(terms).enumerate() {
+        let allowed = 2.0 * tolerance * (t + usual) + 1e-30;
+        assert!((g - w).abs() <= allowed, "{what}: element {i} is {g}, wanted {w}, a sum of terms of {t}");
+    }
+}
+
 /// Demands `‖got - want‖ <= tolerance * ‖want‖`, and that no single element is far off.
 pub fn near(what: &str, got: &[f64], want: &[f64], tolerance: f64) {
     assert_eq!(got.len(), want.len(), "{what}");
