@@ -114,11 +114,8 @@ fn changes(options: &TrainOptions, world: u32) -> Vec<(String, TrainOptions)> {
         single.push(("--micro-batch 1", |o| o.micro_batch = Some(1)));
     }
     if world > 1 {
-        let stages: [Change; 3] = [
-            ("--zero 1", |o| o.zero = 1),
-            ("--zero 2", |o| o.zero = 2),
-            ("--zero 3", |o| o.zero = 3),
-        ];
+        let stages: [Change; 3] =
+            [("--zero 1", |o| o.zero = 1), ("--zero 2", |o| o.zero = 2), ("--zero 3", |o| o.zero = 3)];
         single.extend(&stages[usize::from(options.zero).min(3)..]);
     }
     if options.recompute == Recompute::None {
