@@ -93,7 +93,8 @@ const PIECE: usize = 1 << 21;
 /// Rows and columns of the pieces that a product is cut into: at most eight, by sizes only.
 ///
 /// Cutting `d` by rows makes every piece pack all of a transposed `b`, and cutting by columns all of a transposed `a`; what
-/// is not transposed is used where it lies. So the cut goes where nothing, or little beside the product, is packed twice.
+/// is not transposed is used where it lies. So the cut goes where nothing, or little beside the product, is packed twice; and
+/// along the longer side of a weight gradient, so that a piece's part of `b` stays in the cache.
 fn piece_size(args: &Matmul) -> [usize; 2] {
     let Matmul { m, n, k, transpose_b, .. } = *args;
     let most = (m * n * k / PIECE).clamp(1, 8);
@@ -102,7 +103,11 @@ fn piece_size(args: &Matmul) -> [usize; 2] {
         let count = (total / least).clamp(1, most);
         total.div_ceil(1 << count.ilog2()).next_multiple_of(tile)
     };
-    if transpose_b && n >= 512 { [m, cut(n, 128, 64)] } else { [cut(m, if transpose_b { 512 } else { 64 }, 6), n] }
+    if transpose_b && n >= 512 || !transpose_b && args.transpose_a && n > m {
+        [m, cut(n, 128, 64)]
+    } else {
+        [cut(m, if transpose_b { 1024 } else { 64 }, 6), n]
+    }
 }
 
 impl CpuBackend {
