@@ -19,7 +19,7 @@ const CHUNK: usize = 1 << 20;
 
 /// What a session is built from.
 pub struct SessionOptions {
-    /// Arrangement, policy, dtype, recompute, schedule.
+    /// Arrangement, policy, dtype, recompute.
     pub plan: PlanOptions,
     /// Micro-batch of one rank.
     pub shape: BatchShape,

@@ -138,17 +138,6 @@ pub enum Recompute {
     Full,
 }
 
-/// Order of micro-batches in a pipeline.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Schedule {
-    /// All forwards, then all backwards (Huang et al. 2019).
-    Gpipe,
-    /// One forward, one backward (Narayanan et al. 2021).
-    #[serde(rename = "1f1b")]
-    OneFOneB,
-}
-
 /// Everything that shapes a plan besides the model.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct PlanOptions {
@@ -168,10 +157,6 @@ pub struct PlanOptions {
     pub offload_fraction: f64,
     /// What is computed again.
     pub recompute: Recompute,
-    /// Order of micro-batches.
-    pub schedule: Schedule,
-    /// Include the small all-gather of the losses and the global norm even when there is one rank (tests).
-    pub clip: bool,
 }
 
 /// Elements that every shard is a multiple of, so that each shard starts on a 256-byte boundary in any type.

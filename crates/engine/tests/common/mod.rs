@@ -10,7 +10,7 @@ use gpurun_engine::{
     AdamOptions, HostBatch, Network, Session, SessionOptions, State, StepInputs, StepOutcome, Watcher,
 };
 use gpurun_model::{BatchShape, Model, ModelConfig};
-use gpurun_plan::{Mesh, OffloadVia, PlanOptions, Policy, Recompute, Schedule};
+use gpurun_plan::{Mesh, OffloadVia, PlanOptions, Policy, Recompute};
 use gpurun_types::{DType, Place, Rank};
 
 /// Nobody watches.
@@ -131,8 +131,6 @@ impl Case {
                 offload_via: self.offload.unwrap_or(OffloadVia::Host),
                 offload_fraction: self.fraction,
                 recompute: self.recompute,
-                schedule: Schedule::OneFOneB,
-                clip: true,
             },
             shape: BatchShape { batch: self.global_batch / (self.ranks * self.micro_batches) as usize, seq: SEQ },
             adam: AdamOptions {
