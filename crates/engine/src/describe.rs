@@ -37,8 +37,10 @@ pub fn model_spec(
             input: unit.input_width() * shape.tokens(),
             output: unit.output_width() * shape.tokens(),
             saved: named(unit.saved(shape, dtype)),
+            restorable: unit.restorable(),
             scratch: named(unit.scratch(sizes, shape, dtype)),
             forward_flops: unit.forward_flops_per_token(shape.seq) * shape.tokens() as f64,
+            restore_flops: unit.restore_flops_per_token(shape.seq) * shape.tokens() as f64,
         });
     }
     Ok(ModelSpec { units, tokens: shape.tokens() })
@@ -78,6 +80,7 @@ pub fn label(op: &Op, spec: &ModelSpec) -> String {
         Op::Forward { unit, micro, again, .. } => {
             format!("{} {}, micro-batch {}", if *again { "recompute" } else { "forward" }, name(unit), micro.0)
         }
+        Op::Restore { unit, micro, .. } => format!("restore {}, micro-batch {}", name(unit), micro.0),
         Op::Backward { unit, micro, .. } => format!("backward {}, micro-batch {}", name(unit), micro.0),
         Op::ReduceScatter { unit, .. } => format!("reduce-scatter gradients of {}", name(unit)),
         Op::AllGather { unit: Some(unit), .. } => format!("all-gather {}", name(unit)),

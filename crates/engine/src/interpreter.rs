@@ -233,6 +233,9 @@ impl Machine {
                     _ => unit.forward(cx, &p.weights, p.x, p.y, &p.saved),
                 }
             })?,
+            Op::Restore { unit, io, .. } => self.pass(lane, *unit, io, mode, |cx, p| {
+                self.model.units[unit.0 as usize].restore(cx, &p.weights, p.x, &p.saved)
+            })?,
             Op::Backward { unit, io, .. } => self.pass(lane, *unit, io, mode, |cx, p| {
                 let unit = &self.model.units[unit.0 as usize];
                 unit.backward(cx, &p.weights, &p.grads, p.x, p.dy, p.dx, &p.saved)

@@ -159,7 +159,24 @@ pub trait Unit: Send + Sync {
     /// Tensors kept from forward to backward, besides the input, which is always kept.
     fn saved(&self, shape: BatchShape, dtype: DType) -> Vec<Tensor>;
 
-    /// Scratch that either pass needs.
+    /// Which of the tensors of [`Unit::saved`] [`Unit::restore`] can compute again, ascending. Selective recompute frees them
+    /// after the forward and restores them before the backward.
+    fn restorable(&self) -> Vec<usize> {
+        Vec::new()
+    }
+
+    /// Floating-point operations of [`Unit::restore`] for one token.
+    fn restore_flops_per_token(&self, _seq: usize) -> f64 {
+        0.0
+    }
+
+    /// Fills the tensors of [`Unit::restorable`] with the bits that the forward gave them; the others of `saved` are as it
+    /// left them.
+    fn restore(&self, _cx: &Cx<'_>, _weights: &[View], _x: Option<View>, _saved: &[View]) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    /// Scratch that any pass needs.
     fn scratch(&self, sizes: &dyn ScratchSizes, shape: BatchShape, dtype: DType) -> Vec<Tensor>;
 
     /// Floating-point operations of the forward for one token (matrix products and attention; a multiply-add is two).

@@ -40,6 +40,7 @@ pub struct Reference<'a> {
     inputs: Inputs,
     /// Unit and position of each parameter.
     owners: HashMap<String, (usize, usize)>,
+    selective: bool,
 }
 
 impl<'a> Reference<'a> {
@@ -82,7 +83,14 @@ impl<'a> Reference<'a> {
             edge_grads: edges()?,
             inputs: Inputs::new(backend, shape)?,
             owners,
+            selective: false,
         })
+    }
+
+    /// With selective recompute: restorable tensors are lost after the forward and restored before the backward.
+    #[must_use]
+    pub fn selective(self) -> Self {
+        Self { selective: true, ..self }
     }
 
     /// Gives every parameter its starting values.
@@ -149,8 +157,16 @@ impl<'a> Reference<'a> {
         for i in 0..last {
             self.forward(i, Mode::Train, factor)?;
         }
+        if self.selective {
+            (0..last).try_for_each(|i| self.lose(i))?;
+        }
         for i in (0..=last).rev() {
             let unit = &self.units[i];
+            if self.selective {
+                let x = i.checked_sub(1).map(|before| self.edges[before]);
+                let cx = self.cx(i, Mode::Train, factor);
+                self.model.units[i].restore(&cx, &unit.weights, x, &unit.saved)?;
+            }
             let edge = |edges: &[View]| i.checked_sub(1).map(|before| edges[before]);
             self.model.units[i].backward(
                 &self.cx(i, Mode::Train, factor),
@@ -163,6 +179,12 @@ impl<'a> Reference<'a> {
             )?;
         }
         self.inputs.loss(self.backend)
+    }
+
+    /// Overwrites what unit `i` can restore.
+    fn lose(&self, i: usize) -> Result<(), DeviceError> {
+        let restorable = self.model.units[i].restorable();
+        restorable.iter().try_for_each(|at| self.backend.fill(Lane::Compute, self.units[i].saved[*at], f32::NAN))
     }
 
     /// The summed loss of one micro-batch.

@@ -139,3 +139,20 @@ fn lean_blocks_save_less_than_others() {
     let llama = ModelConfig::preset("llama-1b").unwrap();
     assert_eq!(per_token(&llama, Activations::Lean), (2048 + 1024) + 2048 + 2048 + 2 * 8192);
 }
+
+#[test]
+fn blocks_restore_the_inside_of_their_feed_forward_part() {
+    let _limit = testkit::time_limit(10);
+    let shape = gpurun_model::BatchShape { batch: 1, seq: 1024 };
+    for (preset, width, up) in [("gpt2-124m", 768, 4 * 768), ("llama-1b", 2048, 2 * 8192)] {
+        let model = ModelConfig::preset(preset).unwrap().build().unwrap();
+        let (block, ends) = (&model.units[1], [&model.units[0], model.units.last().unwrap()]);
+        let saved = block.saved(shape, gpurun_types::DType::Bf16);
+        let restored: usize = block.restorable().iter().map(|at| saved[*at].elements).sum();
+        assert_eq!(restored, 1024 * up, "{preset}");
+        // One product of the block's six (seven) runs again, and nothing of attention.
+        assert_eq!(block.restore_flops_per_token(1024), 2.0 * (width * up) as f64, "{preset}");
+        assert!(block.restore_flops_per_token(1024) < 0.6 * block.forward_flops_per_token(1024), "{preset}");
+        assert!(ends.iter().all(|unit| unit.restorable().is_empty()), "{preset}");
+    }
+}

@@ -49,7 +49,7 @@ fn sequence(codes: &[u8], activations: Activations) -> Sequence {
 }
 
 /// Bits of all gradients of a model around the sequence.
-fn gradients(codes: &[u8], activations: Activations, dtype: DType) -> Vec<u32> {
+fn gradients(codes: &[u8], activations: Activations, selective: bool, dtype: DType) -> Vec<u32> {
     let sequence = sequence(codes, activations);
     let norm = Norm::rms("final", sequence.output_width(), 1e-5);
     let model = Model::new(
@@ -64,6 +64,9 @@ fn gradients(codes: &[u8], activations: Activations, dtype: DType) -> Vec<u32> {
     .unwrap();
     let backend = CpuBackend::new(1).unwrap();
     let mut reference = Reference::new(&backend, &model, SHAPE, dtype).unwrap();
+    if selective {
+        reference = reference.selective();
+    }
     reference.initialise(3).unwrap();
     let batch = Batch { tokens: vec![1, 2, 3, 4, 5, 6], targets: vec![2, 3, -1, 5, 6, -1], starts: vec![0; 6] };
     reference.train(&batch, 0.25, 1.0).unwrap();
@@ -78,9 +81,14 @@ proptest! {
     fn recomputing_changes_no_bit(codes in prop::collection::vec(0u8..11, 1..7), half in any::<bool>()) {
         let _limit = testkit::time_limit(30);
         let dtype = if half { DType::Bf16 } else { DType::F32 };
-        let kept = gradients(&codes, Activations::Kept, dtype);
+        let kept = gradients(&codes, Activations::Kept, false, dtype);
         prop_assert!(kept.iter().all(|bits| f32::from_bits(*bits).is_finite()));
-        prop_assert_eq!(gradients(&codes, Activations::Lean, dtype), kept);
+        for (activations, selective) in
+            [(Activations::Lean, false), (Activations::Lean, true), (Activations::Kept, true)]
+        {
+            let gradients = gradients(&codes, activations, selective, dtype);
+            prop_assert_eq!(&gradients, &kept, "{:?}, selective {}", activations, selective);
+        }
     }
 }
 

@@ -49,6 +49,13 @@ impl Op {
                 a.pass(io);
                 a.writes.extend(&io.saved);
             }
+            Self::Restore { filled, io, .. } => {
+                a.pass(io);
+                for (at, region) in io.saved.iter().enumerate() {
+                    // Statistics of norms that are computed on the way are written again, with the same values.
+                    if filled.contains(&at) { a.writes.push(*region) } else { a.both(*region) }
+                }
+            }
             Self::Backward { io, .. } => {
                 a.pass(io);
                 io.saved.iter().for_each(|r| a.both(*r));
@@ -91,6 +98,7 @@ impl Op {
             Self::Zero { .. } => "zero",
             Self::Forward { again: false, .. } => "forward",
             Self::Forward { again: true, .. } => "recompute",
+            Self::Restore { .. } => "restore",
             Self::Backward { .. } => "backward",
             Self::ReduceScatter { .. } => "reduce-scatter",
             Self::AllGather { .. } => "all-gather",

@@ -74,6 +74,11 @@ fn check(spec: &ModelSpec, options: &PlanOptions) -> Result<(), PlanError> {
         return Err(PlanError::Model(format!("{} is the loss unit and keeps tensors; it can keep none", last.name)));
     }
     for (index, unit) in spec.units.iter().enumerate() {
+        let ascending = unit.restorable.windows(2).all(|pair| pair[0] < pair[1]);
+        if !ascending || unit.restorable.last().is_some_and(|at| *at >= unit.saved.len()) {
+            let problem = format!("unit {} restores tensors {:?} of {}", unit.name, unit.restorable, unit.saved.len());
+            return Err(PlanError::Model(problem));
+        }
         for borrowed in &unit.borrows {
             if borrowed.0 as usize >= spec.units.len() || borrowed.0 as usize == index {
                 return Err(PlanError::Model(format!("unit {} borrows from unit {}", unit.name, borrowed.0)));

@@ -148,6 +148,17 @@ pub enum Op {
         /// What it touches.
         io: PassIo,
     },
+    /// Computes again the saved tensors that selective recompute freed.
+    Restore {
+        /// The unit.
+        unit: UnitId,
+        /// The micro-batch.
+        micro: Micro,
+        /// Which of `io.saved` are filled.
+        filled: Vec<usize>,
+        /// What it touches.
+        io: PassIo,
+    },
     /// A unit's backward.
     Backward {
         /// The unit.

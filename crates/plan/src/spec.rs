@@ -50,10 +50,14 @@ pub struct UnitSpec {
     pub output: usize,
     /// Kept from forward to backward.
     pub saved: Vec<NamedTensor>,
+    /// Which of `saved` can be computed again from the input and the others, ascending.
+    pub restorable: Vec<usize>,
     /// Needed during one call.
     pub scratch: Vec<NamedTensor>,
     /// Floating-point operations of one forward of one micro-batch.
     pub forward_flops: f64,
+    /// Floating-point operations that computing `restorable` again takes.
+    pub restore_flops: f64,
 }
 
 impl UnitSpec {
@@ -134,6 +138,8 @@ pub enum OffloadVia {
 pub enum Recompute {
     /// Nothing: all saved tensors are kept.
     None,
+    /// Tensors that units can restore are freed after the forward and computed again just before the backward.
+    Selective,
     /// Every unit between first and last runs its forward again just before its backward.
     Full,
 }

@@ -9,6 +9,8 @@ pub(crate) enum Step {
     Load(Micro),
     /// A forward; `again` when it repeats one in the backward phase, `keep` when its saved tensors are wanted later.
     Forward { unit: UnitId, micro: Micro, again: bool, keep: bool },
+    /// Saved tensors that were freed after the forward are computed again.
+    Restore { unit: UnitId, micro: Micro },
     /// A backward.
     Backward { unit: UnitId, micro: Micro },
 }
@@ -29,8 +31,23 @@ pub(crate) fn train(spec: &ModelSpec, options: &PlanOptions) -> Vec<Step> {
     }
     match options.recompute {
         Recompute::None => steps,
+        Recompute::Selective => restore(spec, steps),
         Recompute::Full => recompute(steps, last),
     }
+}
+
+/// Units that can restore what they keep do so just before their backward.
+fn restore(spec: &ModelSpec, steps: Vec<Step>) -> Vec<Step> {
+    let mut out = Vec::with_capacity(steps.len() * 3 / 2);
+    for step in steps {
+        match step {
+            Step::Backward { unit, micro } if !spec.units[unit.0 as usize].restorable.is_empty() => {
+                out.extend([Step::Restore { unit, micro }, step]);
+            }
+            other => out.push(other),
+        }
+    }
+    out
 }
 
 /// Units between the first and the loss unit keep nothing but their input, and run forward again before their backward.

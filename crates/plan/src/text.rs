@@ -59,7 +59,9 @@ impl Listing<'_> {
         match op {
             Op::LoadBatch { micro, .. } => write!(f, "micro-batch {}", micro.0),
             Op::Zero { dst } => write!(f, "{}", name(dst)),
-            Op::Forward { micro, io, .. } | Op::Backward { micro, io, .. } => self.pass(f, micro.0, io),
+            Op::Forward { micro, io, .. } | Op::Restore { micro, io, .. } | Op::Backward { micro, io, .. } => {
+                self.pass(f, micro.0, io)
+            }
             Op::ReduceScatter { src, dst, accumulate, .. } => {
                 write!(f, "{} {} {}", name(src), if *accumulate { "+=>" } else { "->" }, name(dst))
             }

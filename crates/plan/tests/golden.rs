@@ -30,6 +30,7 @@ fn plans_are_as_they_were() {
     compare("stage_2", &options(2, 2, 2));
     compare("stage_3", &options(2, 3, 1));
     compare("recompute", &PlanOptions { recompute: Recompute::Full, ..options(1, 0, 1) });
+    compare("recompute_selective", &PlanOptions { recompute: Recompute::Selective, ..options(2, 3, 1) });
     compare("offload_host", &offloaded(options(2, 2, 1), OffloadVia::Host));
     compare(
         "offload_stream",

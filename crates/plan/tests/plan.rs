@@ -7,14 +7,16 @@ use gpurun_plan::*;
 use gpurun_types::{Bytes, DType, Place};
 use proptest::prelude::*;
 
+const RECOMPUTE: &[Recompute] = &[Recompute::None, Recompute::Selective, Recompute::Full];
+
 fn any_options() -> impl Strategy<Value = (ModelSpec, PlanOptions)> {
     let model = (prop::collection::vec(0usize..2000, 2..6), any::<bool>());
     let layout = (1u32..=6, 0u8..=3, 1u32..=4, 0u8..3, 0.0..=1.0f64);
-    let kinds = (prop::sample::select(vec![DType::F32, DType::Bf16, DType::F16]), any::<bool>());
-    (model, layout, kinds).prop_map(|((params, tied), (dp, stage, micro, offload, fraction), (dtype, full))| {
+    let kinds = (prop::sample::select(vec![DType::F32, DType::Bf16, DType::F16]), prop::sample::select(RECOMPUTE));
+    (model, layout, kinds).prop_map(|((params, tied), (dp, stage, micro, offload, fraction), (dtype, recompute))| {
         let mut o = options(dp, stage, micro);
         o.dtype = dtype;
-        o.recompute = if full { Recompute::Full } else { Recompute::None };
+        o.recompute = recompute;
         o.offload_fraction = fraction;
         let o = match offload {
             0 => o,
@@ -168,6 +170,42 @@ fn volumes_follow_the_zero_paper() {
             }
         }
     }
+}
+
+#[test]
+fn a_recompute_and_its_backward_share_one_gather() {
+    let _limit = testkit::time_limit(10);
+    let spec = chain(&[4096 - 8; 6], false, DType::Bf16);
+    let gathers = |recompute| {
+        let plan = Plan::build(&spec, &PlanOptions { recompute, ..options(4, 3, 2) }).expect("legal");
+        collective_volume(&plan.ranks[0])
+    };
+    for recompute in [Recompute::Selective, Recompute::Full] {
+        assert_eq!(gathers(recompute), gathers(Recompute::None), "{recompute:?}");
+    }
+}
+
+#[test]
+fn selective_recompute_frees_what_units_can_restore() {
+    let _limit = testkit::time_limit(10);
+    let spec = chain(&[100; 10], false, DType::Bf16);
+    let of = |recompute, what: fn(&RankPlan) -> u64| {
+        let plan = Plan::build(&spec, &PlanOptions { recompute, ..options(1, 0, 1) }).expect("legal");
+        what(&plan.ranks[0])
+    };
+    let activations =
+        |rank: &RankPlan| memory_report(rank).iter().find(|i| i.name == "activations").expect("there are some").bytes.0;
+    let bytes = RECOMPUTE.iter().map(|r| of(*r, activations)).collect::<Vec<_>>();
+    // Eight middle units let 1920 elements go; at the peak one of them is restored.
+    assert_eq!(bytes[0] - bytes[1], 7 * 1920 * 2, "none and selective: {bytes:?}");
+    assert!(bytes[2] < bytes[1], "full frees more: {bytes:?}");
+    let restores = |rank: &RankPlan| rank.train.instrs.iter().filter(|i| matches!(i.op, Op::Restore { .. })).count();
+    assert_eq!(
+        of(Recompute::Selective, |rank| rank.train.instrs.len() as u64),
+        of(Recompute::None, |r| r.train.instrs.len() as u64) + 8
+    );
+    let plan = Plan::build(&spec, &PlanOptions { recompute: Recompute::Selective, ..options(1, 0, 1) }).expect("legal");
+    assert_eq!(restores(&plan.ranks[0]), 8);
 }
 
 #[test]

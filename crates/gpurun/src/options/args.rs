@@ -93,7 +93,8 @@ pub struct TrainArgs {
     /// Share of the units whose optimizer state is in host memory, 0 to 1 [default: 1]
     #[arg(long, value_name = "X", allow_hyphen_values = true, help_heading = "Precision and memory")]
     pub offload_fraction: Option<f64>,
-    /// What is computed again in the backward instead of being kept [default: none]
+    /// What is computed again in the backward instead of being kept: nothing; the wide inside of each block's feed-forward
+    /// part (one matrix product of a block), attention and the residual stream being kept; or whole blocks [default: none]
     #[arg(long, value_parser = recompute(), help_heading = "Precision and memory")]
     pub recompute: Option<Recompute>,
     /// Most device memory of a rank, for example 24GiB: micro-batches become as large as fit, and what cannot fit is refused
@@ -212,8 +213,9 @@ fn offload_via() -> impl TypedValueParser<Value = OffloadVia> {
 }
 
 fn recompute() -> impl TypedValueParser<Value = Recompute> {
-    PossibleValuesParser::new(["none", "full"]).map(|s| match s.as_str() {
+    PossibleValuesParser::new(["none", "selective", "full"]).map(|s| match s.as_str() {
         "none" => Recompute::None,
+        "selective" => Recompute::Selective,
         _ => Recompute::Full,
     })
 }

@@ -52,6 +52,18 @@ pub struct BackwardIo<'a> {
     pub saved: &'a [View],
 }
 
+/// What a restoration works on.
+#[derive(Clone, Copy)]
+pub struct RestoreIo<'a> {
+    /// The parameters, in the order of [`Layer::params`].
+    pub weights: &'a [View],
+    /// `[tokens, input_width]`: the forward's input.
+    pub x: View,
+    /// The tensors of [`Layer::saved`]: those of [`Layer::restorable`] are to be filled, the others are as the forward left
+    /// them.
+    pub saved: &'a [View],
+}
+
 /// A map from `[tokens, input_width]` to `[tokens, output_width]` with its gradient.
 ///
 /// How many tensors `saved` and `params` list must not depend on the batch. `cx.scratch` holds the views of
@@ -76,7 +88,23 @@ pub trait Layer: Send + Sync {
         Vec::new()
     }
 
-    /// Scratch that either pass needs.
+    /// Which of the tensors of [`Layer::saved`] [`Layer::restore`] can compute again, ascending: those that are wide for the
+    /// arithmetic they take. Selective recompute frees them after the forward.
+    fn restorable(&self) -> Vec<usize> {
+        Vec::new()
+    }
+
+    /// Floating-point operations of [`Layer::restore`] for one token.
+    fn restore_flops_per_token(&self, _seq: usize) -> f64 {
+        0.0
+    }
+
+    /// Fills the tensors of [`Layer::restorable`] with the bits that the forward gave them.
+    fn restore(&self, _cx: &Cx<'_>, _io: RestoreIo<'_>) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    /// Scratch that any pass needs.
     fn scratch(&self, _sizes: &dyn ScratchSizes, _shape: BatchShape, _dtype: DType) -> Vec<Tensor> {
         Vec::new()
     }

@@ -36,7 +36,7 @@ mod unit;
 pub use activation::{Gelu, SwiGlu};
 pub use attention::{AttentionConfig, Projections, RopeConfig, SelfAttention};
 pub use embedding::EmbeddingUnit;
-pub use layer::{BackwardIo, Capabilities, ForwardIo, Layer};
+pub use layer::{BackwardIo, Capabilities, ForwardIo, Layer, RestoreIo};
 pub use linear::Linear;
 pub use loss_head::LossHead;
 pub use norm::Norm;

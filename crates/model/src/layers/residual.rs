@@ -1,7 +1,7 @@
 use gpurun_device::{DeviceError, ScratchSizes};
 use gpurun_types::{DType, View};
 
-use crate::layers::{BackwardIo, ForwardIo, Layer};
+use crate::layers::{BackwardIo, ForwardIo, Layer, RestoreIo};
 use crate::{BatchShape, Cx, ModelError, Param, Tensor};
 
 /// `y = x + inner(x)`.
@@ -69,6 +69,18 @@ impl Layer for Residual {
 
     fn saved(&self, shape: BatchShape, dtype: DType) -> Vec<Tensor> {
         self.inner.saved(shape, dtype)
+    }
+
+    fn restorable(&self) -> Vec<usize> {
+        self.inner.restorable()
+    }
+
+    fn restore_flops_per_token(&self, seq: usize) -> f64 {
+        self.inner.restore_flops_per_token(seq)
+    }
+
+    fn restore(&self, cx: &Cx<'_>, io: RestoreIo<'_>) -> Result<(), DeviceError> {
+        self.inner.restore(&Cx { scratch: &cx.scratch[self.own_scratch(cx.dtype)..], ..*cx }, io)
     }
 
     fn scratch(&self, sizes: &dyn ScratchSizes, shape: BatchShape, dtype: DType) -> Vec<Tensor> {

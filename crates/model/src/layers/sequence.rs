@@ -2,7 +2,7 @@ use gpurun_device::{DeviceError, ScratchSizes};
 use gpurun_types::{DType, View};
 
 use super::scratch::{merge, serve};
-use crate::layers::{BackwardIo, Capabilities, ForwardIo, Layer};
+use crate::layers::{BackwardIo, Capabilities, ForwardIo, Layer, RestoreIo};
 use crate::views::Split;
 use crate::{BatchShape, Cx, ModelError, Param, Tensor};
 
@@ -82,6 +82,15 @@ impl Sequence {
         self.layers.len() - 1
     }
 
+    /// The output of layer `i` is kept, wider than both ends of the sequence (the inside of a feed-forward part), and made by
+    /// a layer that keeps nothing itself: selective recompute lets it go. An element of a product's output takes as much
+    /// arithmetic whatever its width, so the widest frees most memory for each kernel that runs again.
+    fn restores(&self, i: usize) -> bool {
+        let ends = self.input_width().max(self.output_width());
+        let kept = matches!(self.between.get(i), Some(Place::Saved(_)));
+        kept && self.layers[i].output_width() > ends && self.counts[i].1 == 0
+    }
+
     /// The views of the own slots, and the child contexts' scratch: what is left, shared by all layers.
     fn split_scratch<'a>(&self, cx: &Cx<'a>) -> (&'a [View], &'a [View]) {
         cx.scratch.split_at(self.slot_widths.len())
@@ -134,6 +143,59 @@ impl Layer for Sequence {
     fn saved(&self, shape: BatchShape, dtype: DType) -> Vec<Tensor> {
         let own = self.saved_widths.iter().map(|w| Tensor { name: "hidden", elements: shape.tokens() * w, dtype });
         own.chain(self.layers.iter().flat_map(|l| l.saved(shape, dtype))).collect()
+    }
+
+    /// Own outputs first (see [`Sequence::restores`]), then what the layers restore of theirs.
+    fn restorable(&self) -> Vec<usize> {
+        let own = (0..self.last()).filter(|&i| self.restores(i)).filter_map(|i| match self.between[i] {
+            Place::Saved(at) => Some(at),
+            Place::Slot(_) => None,
+        });
+        let mut all: Vec<usize> = own.collect();
+        let mut first = self.saved_widths.len();
+        for (layer, (_, saved)) in self.layers.iter().zip(&self.counts) {
+            all.extend(layer.restorable().into_iter().map(|at| first + at));
+            first += saved;
+        }
+        all
+    }
+
+    fn restore_flops_per_token(&self, seq: usize) -> f64 {
+        let mut flops = 0.0;
+        for (i, layer) in self.layers.iter().enumerate() {
+            flops += layer.restore_flops_per_token(seq);
+            if self.restores(i) {
+                flops += layer.forward_flops_per_token(seq);
+            }
+        }
+        flops
+    }
+
+    fn restore(&self, cx: &Cx<'_>, io: RestoreIo<'_>) -> Result<(), DeviceError> {
+        let (own, saved) = io.saved.split_at(self.saved_widths.len());
+        let (weights, saved) = (self.cut(io.weights, |c| c.0), self.cut(saved, |c| c.1));
+        let scratch = self.child_scratch(cx);
+        let child = |i: usize| Cx { scratch: &scratch[i], ..*cx };
+        let output = |i: usize| self.at(cx, own, self.between[i], self.layers[i].output_width());
+        let input = |i: usize| if i == 0 { io.x } else { output(i - 1) };
+        let forward = |i: usize| {
+            let again = ForwardIo { weights: weights[i], x: input(i), y: output(i), add: None, saved: saved[i] };
+            self.layers[i].forward(&child(i), again)
+        };
+        for (i, layer) in self.layers.iter().enumerate() {
+            let inner = !layer.restorable().is_empty();
+            // A cheap layer's output was kept nowhere; what it is made of was.
+            if (inner || self.restores(i)) && i > 0 && matches!(self.between[i - 1], Place::Slot(_)) {
+                forward(i - 1)?;
+            }
+            if inner {
+                layer.restore(&child(i), RestoreIo { weights: weights[i], x: input(i), saved: saved[i] })?;
+            }
+            if self.restores(i) {
+                forward(i)?;
+            }
+        }
+        Ok(())
     }
 
     fn scratch(&self, sizes: &dyn ScratchSizes, shape: BatchShape, dtype: DType) -> Vec<Tensor> {

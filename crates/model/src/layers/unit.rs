@@ -1,7 +1,7 @@
 use gpurun_device::{DeviceError, ScratchSizes};
 use gpurun_types::{DType, View};
 
-use crate::layers::{BackwardIo, ForwardIo, Layer};
+use crate::layers::{BackwardIo, ForwardIo, Layer, RestoreIo};
 use crate::{BatchShape, Cx, Param, Tensor, Unit};
 
 /// A layer as a unit of the chain: one link between embedding and loss.
@@ -39,6 +39,18 @@ impl Unit for LayerUnit {
 
     fn saved(&self, shape: BatchShape, dtype: DType) -> Vec<Tensor> {
         self.layer.saved(shape, dtype)
+    }
+
+    fn restorable(&self) -> Vec<usize> {
+        self.layer.restorable()
+    }
+
+    fn restore_flops_per_token(&self, seq: usize) -> f64 {
+        self.layer.restore_flops_per_token(seq)
+    }
+
+    fn restore(&self, cx: &Cx<'_>, weights: &[View], x: Option<View>, saved: &[View]) -> Result<(), DeviceError> {
+        self.layer.restore(cx, RestoreIo { weights, x: x.expect(EDGES), saved })
     }
 
     fn scratch(&self, sizes: &dyn ScratchSizes, shape: BatchShape, dtype: DType) -> Vec<Tensor> {

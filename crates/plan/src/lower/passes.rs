@@ -48,6 +48,10 @@ impl Passes {
                 let weights = gathers.weights(b, index, unit);
                 self.forward(b, unit, micro, again, keep, weights);
             }
+            Step::Restore { unit, micro } => {
+                let weights = gathers.weights(b, index, unit);
+                self.restore(b, unit, micro, weights);
+            }
             Step::Backward { unit, micro } => {
                 let weights = gathers.weights(b, index, unit);
                 let grads = gradients.of(b, unit);
@@ -101,6 +105,32 @@ impl Passes {
             scalars: loss_unit.then_some(b.scalars),
         };
         b.emit(Lane::Compute, Op::Forward { unit, micro, again, io });
+    }
+
+    /// Fresh buffers for the tensors that were freed: the forward's own died with it.
+    fn restore(&mut self, b: &mut Builder<'_>, unit: UnitId, micro: Micro, weights: Vec<Region>) {
+        let spec = &b.spec.units[unit.0 as usize];
+        let (name, filled) = (spec.name.clone(), spec.restorable.clone());
+        let (saved_tensors, scratch_tensors) = (spec.saved.clone(), spec.scratch.clone());
+        let mut saved = self.saved.remove(&(micro, unit)).expect("a forward came before");
+        for &at in &filled {
+            saved[at] = tensors(b, &name, &saved_tensors[at..=at], Kind::Activations)[0];
+        }
+        self.saved.insert((micro, unit), saved.clone());
+        let io = PassIo {
+            weights,
+            grads: Vec::new(),
+            x: self.input(micro, unit),
+            y: None,
+            dy: None,
+            dx: None,
+            saved,
+            scratch: tensors(b, &name, &scratch_tensors, Kind::Workspace),
+            batch: self.batch[&micro],
+            loss: None,
+            scalars: None,
+        };
+        b.emit(Lane::Compute, Op::Restore { unit, micro, filled, io });
     }
 
     fn backward(&mut self, b: &mut Builder<'_>, unit: UnitId, micro: Micro, weights: Vec<Region>, grads: Vec<Region>) {

@@ -20,9 +20,11 @@ pub fn chain(params: &[usize], tied: bool, dtype: DType) -> ModelSpec {
             borrows: if tied && i == last { vec![UnitId(0)] } else { vec![] },
             input: if i == 0 { 0 } else { 640 },
             output: if i == last { 0 } else { 640 },
-            saved: if i == last { vec![] } else { vec![tensor("saved", 1280 + 64 * i)] },
+            saved: if i == last { vec![] } else { vec![tensor("saved", 1280 + 64 * i), tensor("wide", 1920)] },
+            restorable: if i == 0 || i == last { vec![] } else { vec![1] },
             scratch: vec![tensor(if i == last { "logits" } else { "scratch" }, 320)],
             forward_flops: 1e6,
+            restore_flops: if i == 0 || i == last { 0.0 } else { 3e5 },
         })
         .collect();
     ModelSpec { units, tokens: 80 }
