@@ -145,7 +145,7 @@ impl Layer for Sequence {
         own.chain(self.layers.iter().flat_map(|l| l.saved(shape, dtype))).collect()
     }
 
-    /// Own outputs first (see [`Sequence::restores`]), then what the layers restore of theirs.
+    /// Own outputs first (see `restores`), then what the layers restore of theirs.
     fn restorable(&self) -> Vec<usize> {
         let own = (0..self.last()).filter(|&i| self.restores(i)).filter_map(|i| match self.between[i] {
             Place::Saved(at) => Some(at),
