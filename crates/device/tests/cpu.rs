@@ -40,6 +40,44 @@ fn operations_of_any_type() {
     assert!(run(1) == run(3), "other bits on three threads than on one");
 }
 
+/// Threads cut a product differently; no element may notice. `k` is above 512, where sums are taken in blocks.
+#[test]
+fn products_have_the_same_bits_on_any_number_of_threads() {
+    use gpurun_device::Matmul;
+    use gpurun_types::Lane;
+    let _limit = testkit::time_limit(60);
+    let product = |threads: usize, [m, n, k]: [usize; 3], transpose_a: bool, transpose_b: bool| {
+        let backend = CpuBackend::new(threads).expect("a backend");
+        let place = |len: usize| {
+            let bytes = DType::F32.bytes(len);
+            let arena = backend.allocate(Place::Device, bytes).expect("an arena");
+            View { arena, offset: 0, len, dtype: DType::F32 }
+        };
+        let put = |len: usize, seed: u32| {
+            let view = place(len);
+            let value =
+                |i: u32| (i.wrapping_mul(2_654_435_761).wrapping_add(seed) >> 8) as f32 / (1 << 24) as f32 - 0.5;
+            let bytes: Vec<u8> = (0..len as u32).flat_map(|i| value(i).to_le_bytes()).collect();
+            backend.upload(&bytes, view).expect("upload");
+            view
+        };
+        let (a, b, d) = (put(m * k, 1), put(k * n, 2), place(m * n));
+        let args = Matmul { a, b, d, m, n, k, transpose_a, transpose_b, bias: None, residual: None, accumulate: false };
+        backend.matmul(Lane::Compute, args).expect("a product");
+        let mut bytes = vec![0; m * n * 4];
+        backend.download(d, &mut bytes).expect("download");
+        bytes
+    };
+    for size in [[300, 500, 1100], [1, 5000, 1030], [1200, 130, 530], [195, 259, 2048]] {
+        for (ta, tb) in [(false, false), (false, true), (true, false), (true, true)] {
+            let alone = product(1, size, ta, tb);
+            for threads in [2, 3, 5, 8] {
+                assert!(alone == product(threads, size, ta, tb), "{size:?} {ta} {tb}: other bits on {threads} threads");
+            }
+        }
+    }
+}
+
 #[test]
 fn lanes_may_work_at_the_same_time() {
     let _limit = testkit::time_limit(60);

@@ -10,8 +10,12 @@ use super::matmul::{Operand, product};
 use super::{CpuBackend, Result, Shared, is, kernels, shape};
 use crate::{Attention, AttentionBackward, AttentionShape};
 
-/// Query rows worked on at a time.
-const BLOCK: usize = 64;
+/// Query rows worked on at a time: few enough that the gemm crate uses keys and values where they lie, in whole tiles of its
+/// inner kernel.
+const BLOCK: usize = 48;
+
+/// The first key of a block lies at a multiple of this: whole vectors.
+const ALIGN: usize = 16;
 
 fn check(op: &'static str, a: &Attention) -> Result {
     let AttentionShape { batch, seq, heads, kv_heads, head_dim } = a.shape;
@@ -55,6 +59,14 @@ impl Head {
         Rows { data: buffer, stride: self.dim, dim: self.dim }
     }
 
+    /// Rows `0..seq` in fp32, one after the other.
+    fn dense<'a, T: Float>(self, src: &[T], seq: usize, buffer: &'a mut [f32]) -> Rows<'a> {
+        for (to, i) in buffer.chunks_exact_mut(self.dim).zip(0..seq) {
+            T::load(&src[self.row(i)], to);
+        }
+        Rows { data: buffer, stride: self.dim, dim: self.dim }
+    }
+
     /// Stores dense rows; other pieces of work write other heads.
     fn scatter<T: Float>(self, src: &[f32], rows: Range<usize>, out: &Shared<T>) {
         for (from, i) in src.chunks_exact(self.dim).zip(rows) {
@@ -83,9 +95,33 @@ impl<'a> Rows<'a> {
     fn plain(self) -> Operand {
         Operand::new(self.data, self.stride, false)
     }
+}
 
-    fn turned(self) -> Operand {
-        Operand::new(self.data, self.stride, true)
+/// Rows of one head turned: `[dim, seq]`. The gemm crate would turn them again for each block of queries.
+#[derive(Clone, Copy)]
+struct Turned<'a> {
+    data: &'a [f32],
+    seq: usize,
+}
+
+impl<'a> Turned<'a> {
+    fn new(rows: Rows<'_>, seq: usize, buffer: &'a mut [f32]) -> Self {
+        // Sixteen rows at a time: whole lines of the cache are written.
+        for first in (0..seq).step_by(16) {
+            let rows = |i: usize| &rows.data[i * rows.stride..i * rows.stride + rows.dim];
+            let last = (first + 16).min(seq);
+            for column in 0..rows(first).len() {
+                for (to, i) in buffer[column * seq + first..column * seq + last].iter_mut().zip(first..last) {
+                    *to = rows(i)[column];
+                }
+            }
+        }
+        Self { data: buffer, seq }
+    }
+
+    /// All of it from a column on.
+    fn from(self, column: usize) -> Operand {
+        Operand::new(&self.data[column..], self.seq, false)
     }
 }
 
@@ -99,7 +135,7 @@ struct Sight<'a> {
 impl<'a> Sight<'a> {
     fn new(starts: &'a [i32], rows: Range<usize>) -> Self {
         let first = rows.clone().map(|i| starts[i].max(0) as usize).min().unwrap_or(0);
-        Self { starts, keys: first.min(rows.start)..rows.end, rows }
+        Self { starts, keys: first.min(rows.start) / ALIGN * ALIGN..rows.end, rows }
     }
 
     /// For each row of the block: its index in it, and the keys it sees, counted from the first key of the block.
@@ -121,7 +157,9 @@ fn small(mnk: [usize; 3], a: Operand, b: Operand, d: &mut [f32], add: bool) {
 /// One block of query rows: `softmax(scale q k') v` into `o`, and the log of the sums of exponentials.
 fn forward_block(
     sight: &Sight<'_>,
-    [q, k, v]: [Rows<'_>; 3],
+    q: Rows<'_>,
+    k: Turned<'_>,
+    v: Rows<'_>,
     scale: f32,
     scores: &mut [f32],
     o: &mut [f32],
@@ -129,7 +167,7 @@ fn forward_block(
 ) {
     let (m, n, dim) = (sight.rows.len(), sight.keys.len(), q.dim);
     let mut sums = [0.0; BLOCK];
-    small([m, n, dim], q.plain(), k.turned(), scores, false);
+    small([m, n, dim], q.plain(), k.from(sight.keys.start), scores, false);
     for (i, seen) in sight.each() {
         let row = &mut scores[i * n..(i + 1) * n];
         row[..seen.start].fill(0.0);
@@ -139,7 +177,7 @@ fn forward_block(
         sums[i] = kernels::exp_sum(row, scale, highest);
         lse[i] = highest + sums[i].ln();
     }
-    small([m, dim, n], Operand::new(scores, n, false), v.plain(), o, false);
+    small([m, dim, n], Operand::new(scores, n, false), v.from(sight.keys.start).plain(), o, false);
     for (row, sum) in o.chunks_exact_mut(dim).zip(&sums[..m]) {
         kernels::scale(row, 1.0 / sum);
     }
@@ -162,20 +200,20 @@ impl CpuBackend {
         self.pieces(batch * kv_heads, 1, |piece| {
             let (b, kv) = (piece.start / kv_heads, piece.start % kv_heads);
             let mut room = self.borrow(2 * seq * dim + BLOCK * (2 * dim + seq));
-            let (k, rest) = room.buffer.split_at_mut(seq * dim);
+            let (turned, rest) = room.buffer.split_at_mut(seq * dim);
             let (v, rest) = rest.split_at_mut(seq * dim);
             let (q, rest) = rest.split_at_mut(BLOCK * dim);
             let (o, scores) = rest.split_at_mut(BLOCK * dim);
-            let k = Head::of(b, seq, packed, heads + kv, dim).rows(qkv, 0..seq, k);
-            let v = Head::of(b, seq, packed, heads + kv_heads + kv, dim).rows(qkv, 0..seq, v);
+            let k = Head::of(b, seq, packed, heads + kv, dim).dense(qkv, seq, v);
+            let k = Turned::new(k, seq, turned);
+            let v = Head::of(b, seq, packed, heads + kv_heads + kv, dim).dense(qkv, seq, v);
             for head in kv * group..(kv + 1) * group {
                 let lse = lse.part((b * heads + head) * seq..(b * heads + head + 1) * seq);
                 for first in (0..seq).step_by(BLOCK) {
                     let rows = first..(first + BLOCK).min(seq);
                     let sight = Sight::new(&starts[b * seq..(b + 1) * seq], rows.clone());
                     let q = Head::of(b, seq, packed, head, dim).rows(qkv, rows.clone(), q);
-                    let (k, v) = (k.from(sight.keys.start), v.from(sight.keys.start));
-                    forward_block(&sight, [q, k, v], args.scale, scores, o, &mut lse[rows.clone()]);
+                    forward_block(&sight, q, k, v, args.scale, scores, o, &mut lse[rows.clone()]);
                     Head::of(b, seq, heads * dim, head, dim).scatter(o, rows, &out);
                 }
             }
@@ -200,11 +238,13 @@ impl CpuBackend {
         let dqkv = Shared::new(self.write::<T>(args.dqkv));
         self.pieces(batch * kv_heads, 1, |piece| {
             let (b, kv) = (piece.start / kv_heads, piece.start % kv_heads);
-            let mut room = self.borrow(4 * seq * dim + BLOCK * (4 * dim + 2 * seq));
+            let mut room = self.borrow(5 * seq * dim + BLOCK * (4 * dim + 2 * seq));
             let mut room = Room::new(&mut room.buffer, seq, dim);
             let key = Head::of(b, seq, packed, heads + kv, dim);
             let value = Head::of(b, seq, packed, heads + kv_heads + kv, dim);
-            let (k, v) = (key.rows(qkv, 0..seq, room.k), value.rows(qkv, 0..seq, room.v));
+            let v = Turned::new(value.dense(qkv, seq, room.k), seq, room.v_turned);
+            let k = key.dense(qkv, seq, room.k);
+            let k_turned = Turned::new(k, seq, room.k_turned);
             room.sums.dk.fill(0.0);
             room.sums.dv.fill(0.0);
             for head in kv * group..(kv + 1) * group {
@@ -219,7 +259,8 @@ impl CpuBackend {
                         o: flat.rows(out, rows.clone(), room.o),
                         d: flat.rows(dout, rows.clone(), room.d),
                         k: k.from(sight.keys.start),
-                        v: v.from(sight.keys.start),
+                        k_turned: k_turned.from(sight.keys.start),
+                        v_turned: v.from(sight.keys.start),
                         lse: &lse[rows.clone()],
                         scale: args.forward.scale,
                     };
@@ -236,7 +277,8 @@ impl CpuBackend {
 /// Buffers of one key/value head's backward: for what must be widened, and for what is computed.
 struct Room<'a> {
     k: &'a mut [f32],
-    v: &'a mut [f32],
+    k_turned: &'a mut [f32],
+    v_turned: &'a mut [f32],
     q: &'a mut [f32],
     o: &'a mut [f32],
     d: &'a mut [f32],
@@ -262,7 +304,8 @@ impl<'a> Room<'a> {
         let (whole, block) = (seq * dim, BLOCK * dim);
         Self {
             k: cut(whole),
-            v: cut(whole),
+            k_turned: cut(whole),
+            v_turned: cut(whole),
             q: cut(block),
             o: cut(block),
             d: cut(block),
@@ -277,7 +320,8 @@ struct Block<'a> {
     o: Rows<'a>,
     d: Rows<'a>,
     k: Rows<'a>,
-    v: Rows<'a>,
+    k_turned: Operand,
+    v_turned: Operand,
     lse: &'a [f32],
     scale: f32,
 }
@@ -288,8 +332,8 @@ impl Block<'_> {
         let (m, n, dim) = (sight.rows.len(), sight.keys.len(), self.q.dim);
         let keys = sight.keys.start * dim..sight.keys.end * dim;
         let Sums { dk, dv, dq, p, dp } = sums;
-        small([m, n, dim], self.q.plain(), self.k.turned(), p, false);
-        small([m, n, dim], self.d.plain(), self.v.turned(), dp, false);
+        small([m, n, dim], self.q.plain(), self.k_turned, p, false);
+        small([m, n, dim], self.d.plain(), self.v_turned, dp, false);
         for (i, seen) in sight.each() {
             let delta = kernels::dot(self.o.row(i), self.d.row(i));
             let (p, dp) = (&mut p[i * n..(i + 1) * n], &mut dp[i * n..(i + 1) * n]);

@@ -1,5 +1,5 @@
-//! Matrix products through the `gemm` crate, cut into pieces of rows or columns. The cut depends on sizes only and never splits
-//! the summed dimension, so results do not depend on the number of threads.
+//! Matrix products through the `gemm` crate, cut into pieces of rows or columns. The cut never splits the summed dimension, and
+//! no piece is so small that the crate would sum in another order, so results do not depend on the number of threads.
 
 use std::ops::Range;
 
@@ -90,23 +90,55 @@ impl<T: Float> Start<'_, T> {
 /// Multiply-adds that are worth a piece of their own.
 const PIECE: usize = 1 << 21;
 
-/// Rows and columns of the pieces that a product is cut into: at most eight, by sizes only.
+/// Elements of `a` that a piece reads again for each panel of `b`: they stay in the second-level cache.
+const CACHED: usize = 192 << 10;
+
+/// One dimension of `d`, cut into even pieces.
+#[derive(Clone, Copy)]
+struct Cut {
+    total: usize,
+    tile: usize,
+    count: usize,
+}
+
+impl Cut {
+    /// At most `wanted` pieces of at least `least` elements, in whole tiles of the inner kernel but for the end of the last.
+    ///
+    /// `least` is above 64: the gemm crate sums smaller products in blocks of another length, and the sum of an element must
+    /// not depend on the cut.
+    fn new(total: usize, wanted: usize, least: usize, tile: usize) -> Self {
+        Self { total, tile, count: wanted.min(total / least).max(1) }
+    }
+
+    fn piece(self, i: usize) -> Range<usize> {
+        let bound = |i| if i == self.count { self.total } else { self.total / self.tile * i / self.count * self.tile };
+        bound(i)..bound(i + 1)
+    }
+}
+
+/// How rows and columns of `d` are cut between threads.
 ///
-/// Cutting `d` by rows makes every piece pack all of a transposed `b`, and cutting by columns all of a transposed `a`; what
-/// is not transposed is used where it lies. So the cut goes where nothing, or little beside the product, is packed twice; and
-/// along the longer side of a weight gradient, so that a piece's part of `b` stays in the cache.
-fn piece_size(args: &Matmul) -> [usize; 2] {
-    let Matmul { m, n, k, transpose_b, .. } = *args;
-    let most = (m * n * k / PIECE).clamp(1, 8);
-    // Powers of two, so that two and four threads are evenly busy. Rows and columns in whole tiles of the inner kernel.
-    let cut = |total: usize, least: usize, tile: usize| {
-        let count = (total / least).clamp(1, most);
-        total.div_ceil(1 << count.ilog2()).next_multiple_of(tile)
-    };
-    if transpose_b && n >= 512 || !transpose_b && args.transpose_a && n > m {
-        [m, cut(n, 128, 64)]
-    } else {
-        [cut(m, if transpose_b { 1024 } else { 64 }, 6), n]
+/// Cutting by rows makes every piece pack all of a transposed `b`, and cutting by columns all of a transposed `a`; what is not
+/// transposed is used where it lies. So the cut goes where nothing is packed twice, in as few pieces as keep the threads busy;
+/// where nothing is packed at all, in pieces whose rows of `a` stay in the cache.
+fn cuts(args: &Matmul, threads: usize) -> [Cut; 2] {
+    let Matmul { m, n, k, transpose_a, transpose_b, .. } = *args;
+    let wanted = (m * n * k / PIECE).clamp(1, threads);
+    let rows = |wanted| Cut::new(m, wanted, 96, 6);
+    let columns = |wanted| Cut::new(n, wanted, 128, 64);
+    match (transpose_a, transpose_b) {
+        (true, true) | (false, true) => {
+            let columns = columns(wanted);
+            [rows(wanted.div_ceil(columns.count)), columns]
+        }
+        (true, false) => {
+            let rows = rows(wanted);
+            [rows, columns(wanted.div_ceil(rows.count))]
+        }
+        (false, false) => {
+            let rows = rows((m * k / CACHED).next_multiple_of(wanted).max(wanted));
+            [rows, columns(wanted.div_ceil(rows.count))]
+        }
     }
 }
 
@@ -143,16 +175,15 @@ impl CpuBackend {
 
     fn product_pieces<T: Float>(&self, args: &Matmul, [a, b]: [Operand; 2], bias: Option<&[f32]>) {
         let Matmul { m, n, k, .. } = *args;
-        let [rows, columns] = piece_size(args);
-        let across = n.div_ceil(columns);
+        let [rows, columns] = cuts(args, self.threads);
         let d = self.shared::<T>(args.d);
         // fp32 accumulates where it lies.
         let direct = T::DTYPE == DType::F32;
         let added = args.residual.or((args.accumulate && !direct).then_some(args.d)).map(|view| self.shared::<T>(view));
         let start = Start { bias, added };
-        self.pieces(m.div_ceil(rows) * across, 1, |piece| {
-            let (i, j) = (piece.start / across * rows, piece.start % across * columns);
-            let (r, c) = (i..(i + rows).min(m), j..(j + columns).min(n));
+        self.pieces(rows.count * columns.count, 1, |piece| {
+            let (r, c) = (rows.piece(piece.start / columns.count), columns.piece(piece.start % columns.count));
+            let (i, j) = (r.start, c.start);
             let (size, a, b) = ([r.len(), c.len(), k], a.offset(i, 0), b.offset(0, j));
             let mut narrow = (!direct).then(|| self.borrow(r.len() * c.len()));
             let (to, stride) = match &mut narrow {
@@ -239,4 +270,23 @@ impl CpuBackend {
 /// Rows that are summed one after the other before partial sums are combined: at most 32 partial sums.
 pub(super) fn rows_per_partial(rows: usize) -> usize {
     rows.div_ceil(32).max(16)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_cover_each_dimension_once_and_none_is_small() {
+        let _limit = testkit::time_limit(30);
+        for total in [1, 5, 95, 96, 191, 192, 257, 1000, 2048, 50_257] {
+            for wanted in 1..40 {
+                let cut = Cut::new(total, wanted, 96, 6);
+                let pieces: Vec<_> = (0..cut.count).map(|i| cut.piece(i)).collect();
+                assert!(pieces.iter().all(|piece| piece.len() >= 96 || cut.count == 1), "{total} {wanted}: {pieces:?}");
+                assert_eq!((pieces[0].start, pieces[cut.count - 1].end), (0, total));
+                assert!(pieces.windows(2).all(|pair| pair[0].end == pair[1].start), "{total} {wanted}: {pieces:?}");
+            }
+        }
+    }
 }
