@@ -1,8 +1,8 @@
-//! From a model to what the plan needs to know, and from instructions to words.
+//! From a model to what the plan needs to know.
 
 use gpurun_device::ScratchSizes;
 use gpurun_model::{BatchShape, Model, Tensor};
-use gpurun_plan::{ModelSpec, NamedTensor, Op, ParamSpec, UnitId, UnitSpec};
+use gpurun_plan::{ModelSpec, NamedTensor, ParamSpec, UnitId, UnitSpec};
 use gpurun_types::DType;
 
 use crate::error::EngineError;
@@ -68,28 +68,5 @@ impl Owners {
     /// The unit and the position of a parameter among that unit's.
     pub fn find(&self, name: &str) -> Option<(UnitId, usize)> {
         self.0.get(name).copied()
-    }
-}
-
-/// An instruction in a few words, for errors and for who hangs where.
-pub fn label(op: &Op, spec: &ModelSpec) -> String {
-    let name = |unit: &UnitId| spec.units[unit.0 as usize].name.as_str();
-    match op {
-        Op::LoadBatch { micro, .. } => format!("load batch, micro-batch {}", micro.0),
-        Op::Zero { .. } => "zero gradients".to_owned(),
-        Op::Forward { unit, micro, again, .. } => {
-            format!("{} {}, micro-batch {}", if *again { "recompute" } else { "forward" }, name(unit), micro.0)
-        }
-        Op::Restore { unit, micro, .. } => format!("restore {}, micro-batch {}", name(unit), micro.0),
-        Op::Backward { unit, micro, .. } => format!("backward {}, micro-batch {}", name(unit), micro.0),
-        Op::ReduceScatter { unit, .. } => format!("reduce-scatter gradients of {}", name(unit)),
-        Op::AllGather { unit: Some(unit), .. } => format!("all-gather {}", name(unit)),
-        Op::AllGather { unit: None, .. } => "all-gather norms and losses".to_owned(),
-        Op::Send { peer, micro, .. } => format!("send micro-batch {} to {peer}", micro.0),
-        Op::Recv { peer, micro, .. } => format!("receive micro-batch {} from {peer}", micro.0),
-        Op::Norm { unit, .. } => format!("gradient norm of {}", name(unit)),
-        Op::Scalars { .. } => "global norm and loss scale".to_owned(),
-        Op::Adam { unit, .. } => format!("adam {}", name(unit)),
-        Op::Copy { unit, .. } => format!("copy {}", name(unit)),
     }
 }

@@ -11,7 +11,7 @@ use gpurun_model::{BatchShape, Cx, Mode, Model};
 use gpurun_plan::{InstrId, Micro, ModelSpec, Op, PassIo, Program, RankPlan, Region, UnitId, param_starts};
 use gpurun_types::{ArenaId, DType, Lane, Place, Rank, View};
 
-use crate::describe::{Owners, label};
+use crate::describe::Owners;
 use crate::error::{At, EngineError};
 use crate::network::Links;
 
@@ -481,7 +481,7 @@ pub struct Prepared {
 
 impl Prepared {
     fn new(program: Program, spec: &ModelSpec) -> Self {
-        let labels = program.instrs.iter().map(|i| label(&i.op, spec)).collect();
+        let labels = program.instrs.iter().map(|i| i.op.label(spec)).collect();
         let mut awaited = vec![false; program.instrs.len()];
         for InstrId(wait) in program.instrs.iter().flat_map(|i| &i.waits) {
             awaited[*wait as usize] = true;

@@ -1,16 +1,22 @@
 //! `plan`: what each rank of a run would hold and send, without running it.
 
+use std::path::{Path, PathBuf};
+
 use clap::Parser;
+use clap::builder::PossibleValuesParser;
 use gpurun_device::{CpuSizes, CudaSizes, ScratchSizes};
 use gpurun_engine::{EngineError, model_spec};
 use gpurun_model::BatchShape;
-use gpurun_plan::{CollectiveVolume, MemoryItem, Plan, checkpoint_bytes, collective_volume, memory_report};
+use gpurun_plan::{
+    CollectiveVolume, Drawing, Machine, MemoryItem, ModelSpec, OffloadVia, Plan, Recompute, Timeline, checkpoint_bytes,
+    collective_volume, estimate, memory_report, svg, trace,
+};
 use gpurun_types::{Bytes, Place};
 use serde::Serialize;
 
 use crate::command::{Failure, command};
 use crate::fit::fitted;
-use crate::options::{Device, TrainArgs, TrainOptions};
+use crate::options::{Device, MicroBatches, Offload, TrainArgs, TrainOptions};
 use crate::train::{TrainError, plan_options};
 
 /// Show what each rank of `train` with these options would hold in memory and send, without running it
@@ -25,6 +31,15 @@ struct PlanArgs {
     /// The instructions of rank 0 instead of tables
     #[arg(long, conflicts_with = "json")]
     listing: bool,
+    /// Machine for which times are estimated: cpu, h200, a100 or l40s [default: h200 with --device cuda, or cpu]
+    #[arg(long, value_name = "NAME", value_parser = PossibleValuesParser::new(Machine::NAMES))]
+    machine: Option<String>,
+    /// Draw memory over the step, and the lanes as a Gantt chart
+    #[arg(long, value_name = "FILE.svg")]
+    draw: Option<PathBuf>,
+    /// Write the step for Perfetto (ui.perfetto.dev) or chrome://tracing
+    #[arg(long, value_name = "FILE.json")]
+    trace: Option<PathBuf>,
 }
 
 /// What `--json` prints.
@@ -33,7 +48,16 @@ struct Report {
     parameters: usize,
     micro_batches: u32,
     sequences: usize,
+    estimate: Estimate,
     ranks: Vec<RankReport>,
+}
+
+/// How long a step would take.
+#[derive(Debug, Serialize)]
+struct Estimate {
+    machine: String,
+    step_seconds: f64,
+    tokens_per_second: f64,
 }
 
 #[derive(Debug, Serialize)]
@@ -66,51 +90,130 @@ pub fn plan_main(arguments: impl IntoIterator<Item = std::ffi::OsString>, nproc:
 }
 
 fn show(args: PlanArgs, nproc: u32) -> Result<String, Failure> {
-    let (json, listing) = (args.json, args.listing);
     let options = args.train.resolve()?;
-    let (plan, report) = build(&options, nproc)?;
-    if listing {
-        return Ok(plan.ranks[0].train_listing().to_string());
+    let planned = Planned::build(&options, nproc)?;
+    let machine = machine(args.machine.as_deref(), &options, nproc);
+    let timeline = estimate(&planned.plan, &planned.spec, &machine);
+    let title = title(&planned.options, &planned.micro, nproc);
+    let drawing = Drawing { title: &title, plan: &planned.plan, spec: &planned.spec, timeline: &timeline };
+    if let Some(file) = &args.draw {
+        write_beside(file, &svg(&drawing))?;
     }
-    if json {
+    if let Some(file) = &args.trace {
+        write_beside(file, &trace(&drawing))?;
+    }
+    if args.listing {
+        return Ok(planned.plan.ranks[0].train_listing().to_string());
+    }
+    let report = planned.report(&timeline, nproc);
+    if args.json {
         let text = serde_json::to_string(&report).expect("a report is plain data");
         return Ok(text + "\n");
     }
     Ok(tables(&report))
 }
 
-fn build(options: &TrainOptions, nproc: u32) -> Result<(Plan, Report), Failure> {
-    let model = options.model.config.build().map_err(TrainError::from)?;
-    options.check_context(model.max_seq)?;
-    let sizes: &dyn ScratchSizes = if options.device == Device::Cuda { &CudaSizes } else { &CpuSizes };
-    let (options, micro) = &fitted(options, &model, nproc, sizes)?;
-    let shape = BatchShape { batch: micro.sequences, seq: options.seq_len };
-    let spec = model_spec(&model, shape, options.dtype, sizes)?;
-    let plan = Plan::build(&spec, &plan_options(options, nproc)?).map_err(EngineError::from)?;
-    let ranks = plan.ranks.iter().map(|rank| RankReport {
-        rank: rank.rank.0,
-        device_peak_bytes: rank.device_bytes,
-        host_peak_bytes: rank.host_bytes,
-        checkpoint_bytes: checkpoint_bytes(rank, nproc),
-        collectives: collective_volume(rank),
-        items: memory_report(rank),
-    });
-    let report = Report {
-        parameters: spec.units.iter().map(gpurun_plan::UnitSpec::elements).sum(),
-        micro_batches: micro.count,
-        sequences: micro.sequences,
-        ranks: ranks.collect(),
+/// The machine whose rates the estimate takes.
+pub(crate) fn machine(name: Option<&str>, options: &TrainOptions, world: u32) -> Machine {
+    let name = name.unwrap_or(if options.device == Device::Cuda { "h200" } else { "cpu" });
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    Machine::named(name, cores, world).expect("the names are checked where they are read")
+}
+
+/// What a picture is of.
+fn title(options: &TrainOptions, micro: &MicroBatches, world: u32) -> String {
+    let ranks = if world == 1 { "1 rank".to_owned() } else { format!("{world} ranks") };
+    let recompute = match options.recompute {
+        Recompute::None => "",
+        Recompute::Selective => ", selective recompute",
+        Recompute::Full => ", full recompute",
     };
-    Ok((plan, report))
+    let offload = match (options.offload, options.offload_via) {
+        (Offload::None, _) => "",
+        (Offload::Optimizer, OffloadVia::Host) => ", Adam on the host",
+        (Offload::Optimizer, OffloadVia::Stream) => ", Adam state streamed from the host",
+    };
+    format!(
+        "{}, {}, {ranks}, ZeRO {}{recompute}{offload}, {} micro-batches of {} x {} tokens",
+        options.model.describe(),
+        options.dtype,
+        options.zero,
+        micro.count,
+        micro.sequences,
+        options.seq_len
+    )
+}
+
+/// Writes a file whole or not at all.
+fn write_beside(file: &Path, text: &str) -> Result<(), Failure> {
+    let name = file.file_name().map(|n| n.to_string_lossy().into_owned());
+    let Some(name) = name else {
+        return Err(Failure::new(2, format!("{} names no file; give FILE.svg or FILE.json", file.display())));
+    };
+    let beside = file.with_file_name(format!(".{name}.{}.tmp", std::process::id()));
+    let written = std::fs::write(&beside, text).and_then(|()| std::fs::rename(&beside, file));
+    written.map_err(|error| {
+        // What could not be renamed is of no use; the first error is the one to tell.
+        let _ = std::fs::remove_file(&beside);
+        Failure::new(2, format!("cannot write {}: {error}; check the folder and its permissions", file.display()))
+    })
+}
+
+/// A plan and what it was made from.
+struct Planned {
+    options: TrainOptions,
+    micro: MicroBatches,
+    spec: ModelSpec,
+    plan: Plan,
+}
+
+impl Planned {
+    fn build(options: &TrainOptions, nproc: u32) -> Result<Self, Failure> {
+        let model = options.model.config.build().map_err(TrainError::from)?;
+        options.check_context(model.max_seq)?;
+        let sizes: &dyn ScratchSizes = if options.device == Device::Cuda { &CudaSizes } else { &CpuSizes };
+        let (options, micro) = fitted(options, &model, nproc, sizes)?;
+        let shape = BatchShape { batch: micro.sequences, seq: options.seq_len };
+        let spec = model_spec(&model, shape, options.dtype, sizes)?;
+        let plan = Plan::build(&spec, &plan_options(&options, nproc)?).map_err(EngineError::from)?;
+        Ok(Self { options, micro, spec, plan })
+    }
+
+    fn report(&self, timeline: &Timeline, nproc: u32) -> Report {
+        let ranks = self.plan.ranks.iter().map(|rank| RankReport {
+            rank: rank.rank.0,
+            device_peak_bytes: rank.device_bytes,
+            host_peak_bytes: rank.host_bytes,
+            checkpoint_bytes: checkpoint_bytes(rank, nproc),
+            collectives: collective_volume(rank),
+            items: memory_report(rank),
+        });
+        let tokens = (self.options.global_batch * self.options.seq_len) as f64;
+        Report {
+            parameters: self.spec.units.iter().map(gpurun_plan::UnitSpec::elements).sum(),
+            micro_batches: self.micro.count,
+            sequences: self.micro.sequences,
+            estimate: Estimate {
+                machine: timeline.machine.name.clone(),
+                step_seconds: timeline.seconds,
+                tokens_per_second: tokens / timeline.seconds,
+            },
+            ranks: ranks.collect(),
+        }
+    }
 }
 
 /// Tables for people; ranks that hold the same share one.
 fn tables(report: &Report) -> String {
     let mut text = format!(
-        "{:.1} M parameters; a step is {} micro-batches of {} sequences on each rank\n",
+        "{:.1} M parameters; a step is {} micro-batches of {} sequences on each rank\n\
+         estimated on {}: {:.4} s a step, {:.0} tokens/s\n",
         report.parameters as f64 / 1e6,
         report.micro_batches,
-        report.sequences
+        report.sequences,
+        report.estimate.machine,
+        report.estimate.step_seconds,
+        report.estimate.tokens_per_second
     );
     let mut start = 0;
     while start < report.ranks.len() {
@@ -144,4 +247,53 @@ fn table(who: &str, rank: &RankReport) -> String {
         ));
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    // A failed unwrap is a failed test.
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    fn planned(line: &str) -> (PlanArgs, Planned) {
+        let args = PlanArgs::try_parse_from(std::iter::once("plan").chain(line.split(' '))).unwrap();
+        let planned = Planned::build(&args.train.clone().resolve().unwrap(), 1).unwrap();
+        (args, planned)
+    }
+
+    /// The steps of docs/performance.md, on one H200: within a fifth.
+    #[test]
+    fn estimates_are_near_measured_steps() {
+        let _limit = testkit::time_limit(20);
+        for (model, batch, seq, measured) in
+            [("gpt2-124m", 32, 1024, 487_800.0), ("llama-1b", 8, 2048, 79_200.0), ("gpt2-1558m", 8, 1024, 42_900.0)]
+        {
+            let (args, planned) = planned(&format!(
+                "--model {model} --device cuda --dtype bf16 --global-batch {batch} --micro-batch {batch} --seq-len {seq}"
+            ));
+            let machine = machine(args.machine.as_deref(), &planned.options, 1);
+            let seconds = estimate(&planned.plan, &planned.spec, &machine).seconds;
+            let estimated = (batch * seq) as f64 / seconds;
+            let ratio = estimated / measured;
+            assert!((0.8..1.2).contains(&ratio), "{model}: {estimated:.0} tokens/s, measured {measured}");
+        }
+    }
+
+    #[test]
+    fn pictures_are_written_whole() {
+        let _limit = testkit::time_limit(20);
+        let dir = tempfile::tempdir().unwrap();
+        let (svg, json) = (dir.path().join("p.svg"), dir.path().join("p.json"));
+        let line = format!("plan --machine a100 --draw {} --trace {}", svg.display(), json.display());
+        let text = show(PlanArgs::try_parse_from(line.split(' ')).unwrap(), 2).unwrap();
+        assert!(text.contains("estimated on a100"), "{text}");
+        assert!(std::fs::read_to_string(&svg).unwrap().ends_with("</svg>\n"));
+        let trace: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(&json).unwrap()).unwrap();
+        assert!(trace["otherData"]["times"].as_str().unwrap().contains("a100"));
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 2, "nothing is left beside them");
+        let nowhere = format!("plan --draw {}/none/p.svg", dir.path().display());
+        let error = show(PlanArgs::try_parse_from(nowhere.split(' ')).unwrap(), 1).unwrap_err();
+        assert!(format!("{error:?}").contains("cannot write"), "{error:?}");
+    }
 }

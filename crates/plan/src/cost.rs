@@ -39,7 +39,7 @@ impl Kind {
     }
 }
 
-fn size(buffer: &Buffer) -> u64 {
+pub(crate) fn size(buffer: &Buffer) -> u64 {
     buffer.bytes().align_up(ALIGN).0
 }
 

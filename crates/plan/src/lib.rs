@@ -6,11 +6,14 @@
 mod access;
 mod build;
 mod cost;
+mod draw;
 mod error;
+mod estimate;
 mod ir;
 mod lower;
 mod memory;
 mod policy;
+mod rendezvous;
 mod spec;
 mod steps;
 mod text;
@@ -19,7 +22,9 @@ mod waits;
 
 pub use access::Accesses;
 pub use cost::{CollectiveVolume, MemoryItem, checkpoint_bytes, collective_volume, memory_report};
+pub use draw::{Drawing, svg, trace};
 pub use error::PlanError;
+pub use estimate::{Machine, Span, Timeline, estimate, timeline};
 pub use ir::*;
 pub use spec::*;
 pub use text::Listing;

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use crate::ir::{Buffer, Op, PassIo, Program, RankPlan, Region};
+use crate::spec::{ModelSpec, UnitId};
 
 /// A program with the names of its buffers.
 pub struct Listing<'a> {
@@ -21,6 +22,32 @@ impl RankPlan {
     #[must_use]
     pub const fn evaluate_listing(&self) -> Listing<'_> {
         Listing { plan: self, program: &self.evaluate }
+    }
+}
+
+impl Op {
+    /// An instruction in a few words, for errors, pictures and for who hangs where.
+    #[must_use]
+    pub fn label(&self, spec: &ModelSpec) -> String {
+        let name = |unit: &UnitId| spec.units[unit.0 as usize].name.as_str();
+        match self {
+            Self::LoadBatch { micro, .. } => format!("load batch, micro-batch {}", micro.0),
+            Self::Zero { .. } => "zero gradients".to_owned(),
+            Self::Forward { unit, micro, again, .. } => {
+                format!("{} {}, micro-batch {}", if *again { "recompute" } else { "forward" }, name(unit), micro.0)
+            }
+            Self::Restore { unit, micro, .. } => format!("restore {}, micro-batch {}", name(unit), micro.0),
+            Self::Backward { unit, micro, .. } => format!("backward {}, micro-batch {}", name(unit), micro.0),
+            Self::ReduceScatter { unit, .. } => format!("reduce-scatter gradients of {}", name(unit)),
+            Self::AllGather { unit: Some(unit), .. } => format!("all-gather {}", name(unit)),
+            Self::AllGather { unit: None, .. } => "all-gather norms and losses".to_owned(),
+            Self::Send { peer, micro, .. } => format!("send micro-batch {} to {peer}", micro.0),
+            Self::Recv { peer, micro, .. } => format!("receive micro-batch {} from {peer}", micro.0),
+            Self::Norm { unit, .. } => format!("gradient norm of {}", name(unit)),
+            Self::Scalars { .. } => "global norm and loss scale".to_owned(),
+            Self::Adam { unit, .. } => format!("adam {}", name(unit)),
+            Self::Copy { unit, .. } => format!("copy {}", name(unit)),
+        }
     }
 }
 

@@ -6,12 +6,10 @@
 //! - Members of a group enter its collectives on a lane in one order, with one kind, unit and length.
 //! - Regions lie in their buffers, and buffers in their arenas.
 
-use std::collections::BTreeMap;
-
 use gpurun_types::{Bytes, Lane, Place, Rank};
 
-use crate::ir::{Group, Instr, InstrId, Op, Plan, Program, RankPlan, Region};
-use crate::spec::Mesh;
+use crate::ir::{Instr, InstrId, Plan, Program, RankPlan, Region};
+use crate::rendezvous;
 use crate::waits::{Clock, Clocks, Segments, knows};
 
 /// What is wrong with a plan.
@@ -88,11 +86,11 @@ pub fn verify(plan: &Plan) -> Result<(), VerifyError> {
         }
     }
     let programs = |pick: fn(&RankPlan) -> &Program| plan.ranks.iter().map(pick).collect::<Vec<_>>();
-    rendezvous(plan.options.mesh, &programs(|r| &r.train))?;
-    rendezvous(plan.options.mesh, &programs(|r| &r.evaluate))
+    rendezvous::run(plan.options.mesh, &programs(|r| &r.train), |_| ())?;
+    rendezvous::run(plan.options.mesh, &programs(|r| &r.evaluate), |_| ())
 }
 
-fn describe(instrs: &[Instr], id: InstrId) -> String {
+pub(crate) fn describe(instrs: &[Instr], id: InstrId) -> String {
     format!("instruction {} ({})", id.0, instrs[id.0 as usize].op.name())
 }
 
@@ -190,153 +188,4 @@ impl Hazards<'_> {
         }
         Ok(())
     }
-}
-
-/// One rank's lanes while all ranks are run together.
-struct Cursor<'a> {
-    instrs: &'a [Instr],
-    /// Instructions of each lane, and how many of them are done.
-    lanes: BTreeMap<Lane, (Vec<InstrId>, usize)>,
-    done: Vec<bool>,
-}
-
-impl<'a> Cursor<'a> {
-    fn new(program: &'a Program) -> Self {
-        let mut lanes: BTreeMap<Lane, (Vec<InstrId>, usize)> = BTreeMap::new();
-        for (index, instr) in program.instrs.iter().enumerate() {
-            lanes.entry(instr.lane).or_default().0.push(InstrId(index as u32));
-        }
-        Self { instrs: &program.instrs, lanes, done: vec![false; program.instrs.len()] }
-    }
-
-    /// The instruction that a lane is at, and whether its waits are done.
-    fn head(&self, lane: Lane) -> Option<(InstrId, bool)> {
-        let (list, at) = self.lanes.get(&lane)?;
-        let id = *list.get(*at)?;
-        Some((id, self.instrs[id.0 as usize].waits.iter().all(|w| self.done[w.0 as usize])))
-    }
-
-    fn complete(&mut self, lane: Lane) {
-        let (list, at) = self.lanes.get_mut(&lane).expect("the lane has a head");
-        self.done[list[*at].0 as usize] = true;
-        *at += 1;
-    }
-
-    fn op(&self, id: InstrId) -> &'a Op {
-        &self.instrs[id.0 as usize].op
-    }
-}
-
-/// Runs all ranks with every collective and message a rendezvous.
-fn rendezvous(mesh: Mesh, programs: &[&Program]) -> Result<(), VerifyError> {
-    let mut cursors: Vec<Cursor<'_>> = programs.iter().map(|p| Cursor::new(p)).collect();
-    loop {
-        let mut moved = false;
-        for rank in 0..cursors.len() {
-            for lane in Lane::ALL {
-                while let Some((id, true)) = cursors[rank].head(lane) {
-                    if !advance(mesh, &mut cursors, rank, lane, id)? {
-                        break;
-                    }
-                    moved = true;
-                }
-            }
-        }
-        if !moved {
-            return stuck(&cursors);
-        }
-    }
-}
-
-/// Completes the instruction at the head of a lane if all who take part are there.
-fn advance(mesh: Mesh, cursors: &mut [Cursor<'_>], rank: usize, lane: Lane, id: InstrId) -> Result<bool, VerifyError> {
-    match cursors[rank].op(id) {
-        Op::AllGather { group, .. } | Op::ReduceScatter { group, .. } => {
-            let members = members(mesh, *group, rank);
-            for &member in &members {
-                match cursors[member].head(lane) {
-                    Some((_, false)) | None => return Ok(false),
-                    Some((other, true)) => agree(cursors, lane, (rank, id), (member, other))?,
-                }
-            }
-            members.into_iter().for_each(|m| cursors[m].complete(lane));
-        }
-        Op::Send { peer, .. } | Op::Recv { peer, .. } => {
-            let Some(theirs) = partner(&cursors[peer.index()], Rank(rank as u32), cursors[rank].op(id)) else {
-                return Ok(false);
-            };
-            cursors[rank].complete(lane);
-            cursors[peer.index()].complete(theirs);
-        }
-        _ => cursors[rank].complete(lane),
-    }
-    Ok(true)
-}
-
-/// The lane of `cursor` whose ready head is the other side of a message with `rank`.
-fn partner(cursor: &Cursor<'_>, rank: Rank, op: &Op) -> Option<Lane> {
-    Lane::ALL.into_iter().find(|lane| match (cursor.head(*lane), op) {
-        (Some((id, true)), Op::Send { src, .. }) => {
-            matches!(cursor.op(id), Op::Recv { peer, dst, .. } if *peer == rank && dst.len == src.len)
-        }
-        (Some((id, true)), Op::Recv { dst, .. }) => {
-            matches!(cursor.op(id), Op::Send { peer, src, .. } if *peer == rank && dst.len == src.len)
-        }
-        _ => false,
-    })
-}
-
-fn members(mesh: Mesh, group: Group, rank: usize) -> Vec<usize> {
-    let (dp, pp) = (mesh.dp as usize, mesh.pp as usize);
-    match group {
-        Group::World => (0..dp * pp).collect(),
-        Group::Data => (rank / dp * dp..rank / dp * dp + dp).collect(),
-    }
-}
-
-/// Kind, unit and length of a collective: what its members must agree on.
-fn signature(op: &Op) -> Option<(&'static str, Option<u32>, Group, usize, usize)> {
-    match op {
-        Op::AllGather { unit, group, src, dst } => Some((op.name(), unit.map(|u| u.0), *group, src.len, dst.len)),
-        Op::ReduceScatter { unit, group, src, dst, .. } => Some((op.name(), Some(unit.0), *group, src.len, dst.len)),
-        _ => None,
-    }
-}
-
-fn agree(
-    cursors: &[Cursor<'_>],
-    lane: Lane,
-    (rank, id): (usize, InstrId),
-    (member, other): (usize, InstrId),
-) -> Result<(), VerifyError> {
-    let (mine, theirs) = (cursors[rank].op(id), cursors[member].op(other));
-    if signature(mine) == signature(theirs) {
-        return Ok(());
-    }
-    Err(VerifyError::Order {
-        lane,
-        first_rank: Rank(rank as u32),
-        first: words(&cursors[rank], id),
-        second_rank: Rank(member as u32),
-        second: words(&cursors[member], other),
-    })
-}
-
-fn words(cursor: &Cursor<'_>, id: InstrId) -> String {
-    let unit = signature(cursor.op(id)).and_then(|s| s.1).map_or_else(String::new, |u| format!(" of unit {u}"));
-    format!("{}{unit}", describe(cursor.instrs, id))
-}
-
-/// Nobody can move: done, or a deadlock, told by what each rank's lanes are at.
-fn stuck(cursors: &[Cursor<'_>]) -> Result<(), VerifyError> {
-    let mut lines = Vec::new();
-    for (rank, cursor) in cursors.iter().enumerate() {
-        for lane in Lane::ALL {
-            if let Some((id, ready)) = cursor.head(lane) {
-                let why = if ready { "waits for its partners" } else { "waits for other lanes" };
-                lines.push(format!("rank {rank}, {lane} lane, {}: {why}", words(cursor, id)));
-            }
-        }
-    }
-    if lines.is_empty() { Ok(()) } else { Err(VerifyError::Deadlock(lines.join("; "))) }
 }

@@ -63,6 +63,15 @@ impl ModelOptions {
         Ok(Self { choice: ModelChoice::Folder(folder.to_owned()), config: read_folder(folder, dropout, origins)? })
     }
 
+    /// A name for people.
+    pub(crate) fn describe(&self) -> String {
+        match &self.choice {
+            ModelChoice::Preset(name) => name.clone(),
+            ModelChoice::Custom => "a model from the configuration file".to_owned(),
+            ModelChoice::Folder(folder) => folder.display().to_string(),
+        }
+    }
+
     /// The `tokenizer.json` of the folder that the weights come from, if there is one.
     pub(crate) fn tokenizer_file(&self) -> Option<PathBuf> {
         match &self.choice {
