@@ -9,8 +9,8 @@
 use std::time::Instant;
 
 use gpurun_device::{
-    AdamW, Attention, AttentionBackward, AttentionShape, Backend, CrossEntropy, CudaBackend, CudnnAttention, Embedding,
-    Matmul, NormBackward, NormForward, NormKind, Rope, ScalarSlot, ScratchSizes,
+    AdamRun, AdamW, Attention, AttentionBackward, AttentionShape, Backend, CrossEntropy, CudaBackend, CudnnAttention,
+    Embedding, Matmul, NormBackward, NormForward, NormKind, NormRun, Rope, RoundingKey, ScalarSlot, ScratchSizes,
 };
 use gpurun_types::{ArenaId, Bytes, DType, Lane, Place, View};
 
@@ -417,31 +417,29 @@ impl Bench {
             state[ScalarSlot::BiasCorrection2Sqrt as usize] = 0.1;
             let scalars = self.room(DType::F32, ScalarSlot::COUNT);
             self.backend.upload(&state.map(f32::to_le_bytes).concat(), scalars).expect("a view of that length");
-            let args = AdamW {
+            let run = AdamRun {
                 master: self.wide(n),
                 m: self.wide(n),
                 v: self.wide(n),
                 grad: self.wide(n),
                 weight: Some(self.random(n)),
-                scalars,
-                beta1: 0.9,
-                beta2: 0.95,
-                eps: 1e-8,
                 weight_decay: 0.1,
+                rounding: RoundingKey::default(),
             };
             let held = self.next;
             self.row(
                 &format!("adamw {name}"),
                 count,
-                Cost::Bytes(28.0 * n as f64 + args.weight.map_or(0, View::bytes) as f64),
+                Cost::Bytes(28.0 * n as f64 + run.weight.map_or(0, View::bytes) as f64),
                 |b| {
-                    b.adamw(C, args).expect("adamw");
+                    let args = AdamW { runs: &[run], scalars, beta1: 0.9, beta2: 0.95, eps: 1e-8 };
+                    b.adamw(C, &args).expect("adamw");
                 },
             );
             self.next = held;
             let partial = self.room(DType::F64, 1);
             self.row(&format!("norm_partial {name}"), count, Cost::Bytes(4.0 * n as f64), |b| {
-                b.norm_partial(C, args.grad, partial).expect("norm_partial");
+                b.norm_partial(C, &[NormRun { src: run.grad, partial }]).expect("norm_partial");
             });
         }
     }

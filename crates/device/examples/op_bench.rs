@@ -8,8 +8,8 @@
 use std::time::Instant;
 
 use gpurun_device::{
-    AdamW, Attention, AttentionBackward, AttentionShape, Backend, CpuBackend, CrossEntropy, Embedding, Matmul,
-    NormBackward, NormForward, NormKind, ScalarSlot, ScratchSizes, StepScalars,
+    AdamRun, AdamW, Attention, AttentionBackward, AttentionShape, Backend, CpuBackend, CrossEntropy, Embedding, Matmul,
+    NormBackward, NormForward, NormKind, NormRun, RoundingKey, ScalarSlot, ScratchSizes, StepScalars,
 };
 use gpurun_types::{ArenaId, Bytes, DType, Lane, Place, View};
 
@@ -255,24 +255,23 @@ impl Bench {
         let layer = 12 * m.width * m.width + 13 * m.width;
         let half = self.dtype != DType::F32;
         let scalars = self.view_as(DType::F32, ScalarSlot::COUNT);
-        let args = AdamW {
+        let run = AdamRun {
             master: self.view_as(DType::F32, layer),
             m: self.view_as(DType::F32, layer),
             v: self.view_as(DType::F32, layer),
             grad: self.view_as(DType::F32, layer),
             weight: half.then(|| self.view(layer)),
-            scalars,
-            beta1: 0.9,
-            beta2: 0.95,
-            eps: 1e-8,
             weight_decay: 0.1,
+            rounding: RoundingKey::default(),
         };
         let partials = self.room(DType::F64, m.layers);
         self.time("norm partial, a layer", m.layers, Cost::Bytes(4 * layer), move |b| {
-            b.norm_partial(C, args.grad, partials.slice(0, 1))
+            b.norm_partial(C, &[NormRun { src: run.grad, partial: partials.slice(0, 1) }])
         });
-        self.time("fill gradients, a layer", m.layers, Cost::Bytes(4 * layer), move |b| b.fill(C, args.grad, 1e-3));
-        self.time("adamw, a layer", m.layers, Cost::Bytes(28 * layer), move |b| b.adamw(C, args));
+        self.time("fill gradients, a layer", m.layers, Cost::Bytes(4 * layer), move |b| b.fill(C, run.grad, 1e-3));
+        self.time("adamw, a layer", m.layers, Cost::Bytes(28 * layer), move |b| {
+            b.adamw(C, &AdamW { runs: &[run], scalars, beta1: 0.9, beta2: 0.95, eps: 1e-8 })
+        });
         let decide = StepScalars {
             partials,
             shards: 1,

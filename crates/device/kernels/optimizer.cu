@@ -1,41 +1,59 @@
 // Norms of gradients, the decisions of a step, AdamW. Compiled without contraction: every operation is rounded by itself, as
 // on the host.
 
-// Sums of squares of runs of 4096 elements. Eight threads serve a run: thread t of them has elements t, t + 8, ... in order.
-extern "C" __global__ void norm_runs(const float *src, u64 n, double *sums) {
-    const u64 run = (blockIdx.x * (u64)blockDim.x + threadIdx.x) / 8;
-    const u64 first = run * 4096, lane = threadIdx.x % 8;
-    const u64 end = min(n, first + 4096);
+// Runs whose squares are summed: in pieces of 4096 elements, counted over all runs of a launch.
+struct NormRun {
+    const float *src;
+    double *partial;
+    u64 len, first_piece;
+};
+constexpr int NORM_RUNS = 120;
+struct NormRuns {
+    NormRun run[NORM_RUNS];
+    u64 count, pieces;
+};
+
+// A warp sums a piece: thread t has elements t, t + 32, ... in order. Then the upper half of the threads' sums is added onto
+// the lower one, until one is left.
+extern "C" __global__ void norm_pieces(const __grid_constant__ NormRuns runs, double *sums) {
+    const u64 piece = (blockIdx.x * (u64)blockDim.x + threadIdx.x) / 32;
+    if (piece >= runs.pieces)
+        return;
+    u64 low = 0, high = runs.count;
+    while (high - low > 1) {
+        const u64 middle = (low + high) / 2;
+        (runs.run[middle].first_piece <= piece ? low : high) = middle;
+    }
+    const float *src = runs.run[low].src;
+    const u64 first = (piece - runs.run[low].first_piece) * 4096, end = min(runs.run[low].len, first + 4096);
     double sum = 0;
-#pragma unroll 8
-    for (u64 i = first + lane; i < end; i += 8) {
+#pragma unroll 16
+    for (u64 i = first + threadIdx.x % 32; i < end; i += 32) {
         double v = src[i];
         sum += v * v;
     }
-    // ((s0 + s4) + (s2 + s6)) + ((s1 + s5) + (s3 + s7))
-    sum += __shfl_xor_sync(0xffffffff, sum, 4);
-    sum += __shfl_xor_sync(0xffffffff, sum, 2);
-    sum += __shfl_xor_sync(0xffffffff, sum, 1);
-    if (lane == 0 && first < n)
-        sums[run] = sum;
+    for (int width = 16; width > 0; width /= 2)
+        sum += __shfl_xor_sync(0xffffffff, sum, width);
+    if (threadIdx.x % 32 == 0)
+        sums[piece] = sum;
 }
 
-// Adds the runs in order, from zero. One block; one of its threads adds what all have fetched.
-extern "C" __global__ void norm_total(const double *sums, u64 runs, double *total) {
-    __shared__ double fetched[1024];
+// A block of 256 threads adds up a run's pieces: thread t has pieces t, t + 256, ... in order; then halves as above.
+extern "C" __global__ void norm_totals(const __grid_constant__ NormRuns runs, const double *sums) {
+    __shared__ double totals[256];
+    const NormRun &run = runs.run[blockIdx.x];
+    const u64 pieces = (run.len + 4095) / 4096;
     double sum = 0;
-    for (u64 first = 0; first < runs; first += 1024) {
+    for (u64 i = threadIdx.x; i < pieces; i += 256)
+        sum += sums[run.first_piece + i];
+    totals[threadIdx.x] = sum;
+    for (int width = 128; width > 0; width /= 2) {
         __syncthreads();
-        if (first + threadIdx.x < runs)
-            fetched[threadIdx.x] = sums[first + threadIdx.x];
-        __syncthreads();
-        const u64 count = min((u64)1024, runs - first);
-        if (threadIdx.x == 0)
-            for (u64 i = 0; i < count; i++)
-                sum += fetched[i];
+        if (threadIdx.x < width)
+            totals[threadIdx.x] += totals[threadIdx.x + width];
     }
     if (threadIdx.x == 0)
-        *total = sum;
+        *run.partial = totals[0];
 }
 
 // Slots of the scalar state, as in `ScalarSlot`.
@@ -104,74 +122,159 @@ extern "C" __global__ void step_scalars(const double *partials, u64 shards, u64 
     }
 }
 
+// A run of parameters; its tiles are counted over all runs of a launch.
+struct AdamRun {
+    float *master;
+    void *m, *v;
+    const void *grad;
+    void *weight;
+    u64 len, stream, first;
+    u32 first_tile;
+    float decay;
+};
+constexpr int ADAM_RUNS = 48;
+struct AdamRuns {
+    AdamRun run[ADAM_RUNS];
+    u64 count;
+};
+
+// Threads of a block, elements that a thread has at once, how many such packs are loaded before the first is worked on, and
+// elements of a block.
+constexpr int ADAM_THREADS = 256, ADAM_PACK = 4, ADAM_DEPTH = 2, ADAM_TILE = 4096;
+
 struct Adam {
-    float factor, lr, c1, c2, beta1, beta2, rest1, rest2, eps, decay;
+    float factor, lr, r1, r2, beta1, beta2, rest1, rest2, eps, decay;
+    u32 low, high;
     bool skip;
 };
 
-__device__ __forceinline__ void update(const Adam &a, float g, float &w, float &m, float &v) {
-    if (a.skip)
-        return;
-    g = g * a.factor;
-    m = a.beta1 * m + a.rest1 * g;
-    v = a.beta2 * v + a.rest2 * (g * g);
-    float u = (m / a.c1) / (sqrtf(v) / a.c2 + a.eps);
-    w = w - a.lr * (u + a.decay * w);
+// The mixing function of SplitMix64, with its increment.
+__device__ u64 mix(u64 x) {
+    x += 0x9e3779b97f4a7c15ull;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+    return x ^ (x >> 31);
 }
 
-template <class G, class W>
-__device__ void adamw(float *master, float *m, float *v, const G *grad, W *weight, const float *s, u64 n, float beta1,
-                      float beta2, float eps, float decay) {
-    constexpr int N = 4;
-    typedef Pack<float, N> F;
-    const Adam a = {s[GRAD_FACTOR], s[LEARNING_RATE], s[BIAS_CORRECTION_1], s[BIAS_CORRECTION_2_SQRT], beta1, beta2,
-                    1.0f - beta1,   1.0f - beta2,     eps,                  decay,                     s[SKIP] == 1.0f};
-    const u64 first = blockIdx.x * (u64)blockDim.x + threadIdx.x, step = (u64)gridDim.x * blockDim.x;
+// Random bits of element i of a buffer, as on the host.
+__device__ __forceinline__ u32 random_bits(const Adam &a, u64 i) {
+    u32 x = (u32)i + 0x85ebca6bu * (u32)(i >> 32) + a.low;
+    x = ((x ^ (x >> 16)) * 0x7feb352du) ^ a.high;
+    x = (x ^ (x >> 15)) * 0x846ca68bu;
+    return x ^ (x >> 16);
+}
+
+// A moment in its storage type: as it is, or rounded stochastically by 16 random bits.
+template <class M> __device__ __forceinline__ M settle(float x, u32 random);
+template <> __device__ __forceinline__ float settle<float>(float x, u32) { return x; }
+template <> __device__ __forceinline__ bf16 settle<bf16>(float x, u32 random) {
+    const u32 bits = __float_as_uint(x);
+    bf16 y;
+    y.bits = (u16)(x != x ? (bits >> 16) | 0x40 : (bits + random) >> 16);
+    return y;
+}
+
+template <class M> constexpr bool RANDOM = sizeof(M) == 2;
+
+template <class M, class G> __device__ __forceinline__ void update(const Adam &a, u64 at, G grad, float &w, M &m, M &v) {
+    const float g = widen(grad) * a.factor;
+    const float m1 = a.beta1 * widen(m) + a.rest1 * g;
+    const float v1 = a.beta2 * widen(v) + a.rest2 * (g * g);
+    const float u = (m1 * a.r1) / (sqrtf(v1) * a.r2 + a.eps);
+    w = w - a.lr * (u + a.decay * w);
+    const u32 random = RANDOM<M> ? random_bits(a, at) : 0;
+    m = settle<M>(m1, random & 0xffff);
+    v = settle<M>(v1, random >> 16);
+}
+
+template <class G, class M, class W>
+__device__ void adamw(const AdamRuns &runs, const float *s, float beta1, float beta2, float eps) {
+    constexpr int N = ADAM_PACK;
+    u64 low = 0, high = runs.count;
+    while (high - low > 1) {
+        const u64 middle = (low + high) / 2;
+        (runs.run[middle].first_tile <= blockIdx.x ? low : high) = middle;
+    }
+    const AdamRun &run = runs.run[low];
+    const u64 key = mix(run.stream + (u64)s[ADAM_STEPS] * 0x9e3779b97f4a7c15ull);
+    const Adam a = {s[GRAD_FACTOR],
+                    s[LEARNING_RATE],
+                    1.0f / s[BIAS_CORRECTION_1],
+                    1.0f / s[BIAS_CORRECTION_2_SQRT],
+                    beta1,
+                    beta2,
+                    1.0f - beta1,
+                    1.0f - beta2,
+                    eps,
+                    run.decay,
+                    (u32)key,
+                    (u32)(key >> 32),
+                    s[SKIP] == 1.0f};
+    // The tile's own elements.
+    const u64 begin = (u64)(blockIdx.x - run.first_tile) * ADAM_TILE, n = min(run.len - begin, (u64)ADAM_TILE);
+    const u64 at = run.first + begin;
+    float *master = run.master + begin;
+    M *m = (M *)run.m + begin, *v = (M *)run.v + begin;
+    const G *grad = (const G *)run.grad + begin;
+    W *weight = run.weight ? (W *)run.weight + begin : nullptr;
     u64 packs = 0;
-    if (aligned16((u64)master | (u64)m | (u64)v) && (u64)grad % sizeof(Pack<G, N>) == 0 &&
-        (u64)weight % sizeof(Pack<W, N>) == 0) {
+    if (aligned16((u64)master) && ((u64)m | (u64)v) % sizeof(Pack<M, N>) == 0 && (u64)grad % sizeof(Pack<G, N>) == 0 &&
+        (u64)weight % sizeof(Pack<W, N>) == 0)
         packs = n / N;
-        for (u64 i = first; i < packs; i += step) {
-            F w = ((F *)master)[i];
+    for (u64 first = threadIdx.x; first < packs; first += ADAM_THREADS * ADAM_DEPTH) {
+        Pack<float, N> w[ADAM_DEPTH];
+        Pack<M, N> m4[ADAM_DEPTH], v4[ADAM_DEPTH];
+        Pack<G, N> g4[ADAM_DEPTH];
+#pragma unroll
+        for (int d = 0; d < ADAM_DEPTH; d++) {
+            const u64 i = first + d * ADAM_THREADS;
+            if (i >= packs)
+                continue;
+            w[d] = ((const Pack<float, N> *)master)[i];
             if (!a.skip) {
-                F m4 = ((F *)m)[i], v4 = ((F *)v)[i];
-                Pack<G, N> g = ((const Pack<G, N> *)grad)[i];
+                m4[d] = ((const Pack<M, N> *)m)[i];
+                v4[d] = ((const Pack<M, N> *)v)[i];
+                g4[d] = ((const Pack<G, N> *)grad)[i];
+            }
+        }
+#pragma unroll
+        for (int d = 0; d < ADAM_DEPTH; d++) {
+            const u64 i = first + d * ADAM_THREADS;
+            if (i >= packs)
+                continue;
+            if (!a.skip) {
 #pragma unroll
                 for (int j = 0; j < N; j++)
-                    update(a, widen(g.v[j]), w.v[j], m4.v[j], v4.v[j]);
-                ((F *)master)[i] = w;
-                ((F *)m)[i] = m4;
-                ((F *)v)[i] = v4;
+                    update(a, at + i * N + j, g4[d].v[j], w[d].v[j], m4[d].v[j], v4[d].v[j]);
+                ((Pack<float, N> *)master)[i] = w[d];
+                ((Pack<M, N> *)m)[i] = m4[d];
+                ((Pack<M, N> *)v)[i] = v4[d];
             }
             if (weight) {
                 Pack<W, N> out;
 #pragma unroll
                 for (int j = 0; j < N; j++)
-                    out.v[j] = narrow<W>(w.v[j]);
+                    out.v[j] = narrow<W>(w[d].v[j]);
                 ((Pack<W, N> *)weight)[i] = out;
             }
         }
     }
-    for (u64 i = packs * N + first; i < n; i += step) {
+    for (u64 i = packs * N + threadIdx.x; i < n; i += ADAM_THREADS) {
         if (!a.skip)
-            update(a, widen(grad[i]), master[i], m[i], v[i]);
+            update(a, at + i, grad[i], master[i], m[i], v[i]);
         if (weight)
             weight[i] = narrow<W>(master[i]);
     }
 }
 
-#define ADAMW(G, W)                                                                                                    \
-    extern "C" __global__ void adamw_##G##_##W(float *master, float *m, float *v, const G *grad, W *weight,            \
-                                               const float *s, u64 n, float beta1, float beta2, float eps,             \
-                                               float decay) {                                                          \
-        adamw<G, W>(master, m, v, grad, weight, s, n, beta1, beta2, eps, decay);                                       \
+#define ADAMW(G, M, W)                                                                                                 \
+    extern "C" __global__ void __launch_bounds__(ADAM_THREADS)                                                         \
+        adamw_##G##_##M##_##W(const __grid_constant__ AdamRuns runs, const float *s, float beta1, float beta2,         \
+                              float eps) {                                                                             \
+        adamw<G, M, W>(runs, s, beta1, beta2, eps);                                                                    \
     }
-ADAMW(float, float)
-ADAMW(float, bf16)
-ADAMW(float, f16)
-ADAMW(bf16, float)
-ADAMW(bf16, bf16)
-ADAMW(bf16, f16)
-ADAMW(f16, float)
-ADAMW(f16, bf16)
-ADAMW(f16, f16)
+#define ADAMW_WEIGHTS(G, M) ADAMW(G, M, float) ADAMW(G, M, bf16) ADAMW(G, M, f16)
+#define ADAMW_MOMENTS(G) ADAMW_WEIGHTS(G, float) ADAMW_WEIGHTS(G, bf16)
+ADAMW_MOMENTS(float)
+ADAMW_MOMENTS(bf16)
+ADAMW_MOMENTS(f16)

@@ -165,16 +165,17 @@ pub trait Backend: ScratchSizes {
     /// Fused cross-entropy; see [`CrossEntropy`].
     fn cross_entropy(&self, lane: Lane, args: CrossEntropy) -> Result;
 
-    /// `partial[0] = sum_i src[i]^2` in fp64; `src` fp32, `partial` fp64.
+    /// `partial[0] = sum_i src[i]^2` in fp64, for each of the runs.
     ///
-    /// The order is the same on every backend. Runs of 4096 elements (the last may be shorter) are summed by themselves:
-    /// within a run, eight sums `s` take the elements in turn (element `i` goes to `s[i % 8]`), and the run's sum is
-    /// `((s0 + s4) + (s2 + s6)) + ((s1 + s5) + (s3 + s7))`. The sums of the runs are added in order, starting from zero.
-    fn norm_partial(&self, lane: Lane, src: View, partial: View) -> Result;
+    /// The order is the same on every backend, and each run's is its own. Pieces of 4096 elements (the last may be shorter) are
+    /// summed by themselves: 32 sums take the elements in turn (element `i` of the piece goes to sum `i % 32`), then the upper
+    /// half of the sums is added onto the lower one, until one is left. The sums of the pieces are added up in the same way
+    /// with 256 sums. Each sum starts from zero.
+    fn norm_partial(&self, lane: Lane, runs: &[NormRun]) -> Result;
 
     /// The global decisions of a step; see [`StepScalars`].
     fn step_scalars(&self, lane: Lane, args: StepScalars) -> Result;
 
-    /// AdamW over one run of parameters; see [`AdamW`].
-    fn adamw(&self, lane: Lane, args: AdamW) -> Result;
+    /// AdamW over runs of parameters; see [`AdamW`].
+    fn adamw(&self, lane: Lane, args: &AdamW<'_>) -> Result;
 }

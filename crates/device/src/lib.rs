@@ -7,6 +7,7 @@
 //! All matrices are row-major. Every operation checks the lengths and element types of its views and answers
 //! [`DeviceError::Shape`] when they do not fit together.
 
+mod adam;
 mod backend;
 mod cpu;
 mod cuda;

@@ -317,25 +317,19 @@ pub struct StepScalars {
     pub scaling: Option<LossScaling>,
 }
 
-/// AdamW (Loshchilov & Hutter 2019) over one contiguous run. When `ScalarSlot::Skip` is 1, `master`, `m` and `v` stay as they
-/// are; `weight` is written all the same, because it may never have been written before (the first step may be a skipped one).
+/// AdamW (Loshchilov & Hutter 2019) over any number of runs, in one launch on a device and one pass on the host. When
+/// `ScalarSlot::Skip` is 1, `master`, `m` and `v` stay as they are; `weight` is written all the same, because it may never
+/// have been written before (the first step may be a skipped one).
 ///
-/// With `g = grad * GradFactor`: `m = beta1*m + (1-beta1)*g`, `v = beta2*v + (1-beta2)*(g*g)`,
-/// `w = w - lr * (m / c1 / (sqrt(v) / c2 + eps) + weight_decay * w)`. Every operation is rounded to fp32 by itself (no
-/// contraction), so host and device give the same bits. Order: `u = (m / c1) / (sqrt(v) / c2 + eps)`,
-/// `w = w - lr * (u + weight_decay * w)`.
+/// With `g = grad * GradFactor`, `r1 = 1 / BiasCorrection1` and `r2 = 1 / BiasCorrection2Sqrt`:
+/// `m = beta1 * m + (1 - beta1) * g`, `v = beta2 * v + (1 - beta2) * (g * g)`, `u = (m * r1) / (sqrt(v) * r2 + eps)`,
+/// `w = w - LearningRate * (u + weight_decay * w)`. Every operation is rounded to fp32 by itself (no contraction), so host
+/// and device give the same bits, however parameters are cut into runs. `u` uses the moments before they are rounded to
+/// their storage type.
 #[derive(Clone, Copy, Debug)]
-pub struct AdamW {
-    /// fp32 master weights, updated.
-    pub master: View,
-    /// fp32, or bf16 with stochastic rounding.
-    pub m: View,
-    /// As `m`.
-    pub v: View,
-    /// fp32 gradient (or bf16, when the gradient travelled so).
-    pub grad: View,
-    /// The weights in compute precision, rounded from `master`; `None` when `master` is the weight.
-    pub weight: Option<View>,
+pub struct AdamW<'a> {
+    /// The runs. No two share an element; each kind of view has one type in all of them.
+    pub runs: &'a [AdamRun],
     /// fp32 `[ScalarSlot::COUNT]`.
     pub scalars: View,
     /// Decay of the first moment.
@@ -344,6 +338,82 @@ pub struct AdamW {
     pub beta2: f32,
     /// Added to the denominator.
     pub eps: f32,
-    /// Decoupled weight decay of this run (0 for vectors).
+}
+
+/// One contiguous run of parameters that share a weight decay.
+#[derive(Clone, Copy, Debug)]
+pub struct AdamRun {
+    /// fp32 master weights, updated.
+    pub master: View,
+    /// First moment: fp32, or bf16 with stochastic rounding (see [`RoundingKey`]).
+    pub m: View,
+    /// Second moment, type of `m`.
+    pub v: View,
+    /// fp32 gradient (or bf16, when the gradient travelled so).
+    pub grad: View,
+    /// The weights in compute precision, rounded to nearest from `master`; `None` when `master` is the weight.
+    pub weight: Option<View>,
+    /// Decoupled weight decay (0 for vectors).
     pub weight_decay: f32,
+    /// Where the random bits of the run's first element are. Not used with fp32 moments.
+    pub rounding: RoundingKey,
+}
+
+/// Random bits that round moments to bf16: a pure function of seed, buffer, step and element, so that every way to cut and
+/// place the parameters rounds alike.
+///
+/// An fp32 number lies between two of bf16 (or is one). Stochastic rounding takes the one farther from zero with the
+/// probability of the distance to the other: 16 random bits are added to the bits below those that are kept, which are
+/// then cut off. The expected result is the number itself, so that small updates are not lost on average. NaN stays NaN.
+///
+/// With `key = mix(stream + step * 0x9e3779b97f4a7c15)` (`step` is `ScalarSlot::AdamSteps`) and `i` the element's index, both
+/// halves of `i` and `key` taken apart: `x = low(i) + 0x85ebca6b * high(i) + low(key)`, `x ^= x >> 16`, `x *= 0x7feb352d`,
+/// `x ^= high(key)`, `x ^= x >> 15`, `x *= 0x846ca68b`, `x ^= x >> 16` in 32 bits, without carry (the multipliers are those
+/// of C. Wellons's `lowbias32`). `m` takes the low half of `x`, `v` the high one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RoundingKey {
+    /// Which sequence of bits: one for each seed and buffer.
+    pub stream: u64,
+    /// Index of the first element in its buffer.
+    pub first: u64,
+}
+
+impl RoundingKey {
+    /// For element `first` of buffer number `buffer`.
+    #[must_use]
+    pub const fn new(seed: u64, buffer: u32, first: u64) -> Self {
+        Self { stream: mix(mix(seed) ^ buffer as u64), first }
+    }
+
+    /// The same for the element `offset` further on.
+    #[must_use]
+    pub const fn at(self, offset: usize) -> Self {
+        Self { stream: self.stream, first: self.first + offset as u64 }
+    }
+
+    /// The key of one step.
+    pub(crate) const fn of_step(self, step: u64) -> [u32; 2] {
+        let key = mix(self.stream.wrapping_add(step.wrapping_mul(GOLDEN)));
+        [key as u32, (key >> 32) as u32]
+    }
+}
+
+/// 2^64 over the golden ratio.
+const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
+
+/// The mixing function of SplitMix64 (Steele et al. 2014), with its increment.
+const fn mix(x: u64) -> u64 {
+    let x = x.wrapping_add(GOLDEN);
+    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}
+
+/// The sum of squares of one stretch; see [`crate::Backend::norm_partial`].
+#[derive(Clone, Copy, Debug)]
+pub struct NormRun {
+    /// fp32.
+    pub src: View,
+    /// fp64 `[1]`.
+    pub partial: View,
 }

@@ -92,28 +92,90 @@ fn lanes_may_work_at_the_same_time() {
     });
 }
 
-#[test]
-fn moments_in_bf16_are_refused() {
-    use gpurun_device::{AdamW, ScalarSlot};
+/// A step of AdamW that sets `m` to the gradient and `v` to its square, rounded to bf16: the moments after it.
+fn rounded_moments(backend: &CpuBackend, grad: &[f32], step: f32) -> [Vec<f64>; 2] {
+    use gpurun_device::{AdamRun, AdamW, RoundingKey, ScalarSlot};
     use gpurun_types::Lane;
-    let _limit = testkit::time_limit(10);
-    let backend = CpuBackend::new(1).expect("a backend");
-    let arena = backend.allocate(Place::Device, Bytes(4096)).expect("an arena");
-    let view = |index: u64, len, dtype| View { arena, offset: 256 * index, len, dtype };
-    let args = AdamW {
-        master: view(0, 8, DType::F32),
-        m: view(1, 8, DType::Bf16),
-        v: view(2, 8, DType::Bf16),
-        grad: view(3, 8, DType::F32),
+    let len = grad.len();
+    let arena = backend.allocate(Place::Host, Bytes(12 * len as u64 + 256)).expect("an arena");
+    let view = |offset: usize, len, dtype| View { arena, offset: offset as u64, len, dtype };
+    let mut scalars = [0f32; ScalarSlot::COUNT];
+    for (slot, value) in [
+        (ScalarSlot::AdamSteps, step),
+        (ScalarSlot::GradFactor, 1.0),
+        (ScalarSlot::BiasCorrection1, 1.0),
+        (ScalarSlot::BiasCorrection2Sqrt, 1.0),
+    ] {
+        scalars[slot as usize] = value;
+    }
+    let state = view(0, ScalarSlot::COUNT, DType::F32);
+    backend.upload(&scalars.map(f32::to_le_bytes).concat(), state).expect("upload");
+    let run = AdamRun {
+        master: view(256, len, DType::F32),
+        grad: view(256 + 4 * len, len, DType::F32),
+        m: view(256 + 8 * len, len, DType::Bf16),
+        v: view(256 + 10 * len, len, DType::Bf16),
         weight: None,
-        scalars: view(4, ScalarSlot::COUNT, DType::F32),
-        beta1: 0.9,
-        beta2: 0.95,
-        eps: 1e-8,
         weight_decay: 0.0,
+        rounding: RoundingKey::new(3, 1, 0),
     };
-    let error = backend.adamw(Lane::Compute, args).expect_err("bf16 moments");
-    assert_eq!(error.to_string(), "adamw: m is bf16; the CPU keeps moments in fp32");
+    let bytes: Vec<u8> = grad.iter().flat_map(|g| g.to_le_bytes()).collect();
+    backend.upload(&bytes, run.grad).expect("upload");
+    let args = AdamW { runs: &[run], scalars: state, beta1: 0.0, beta2: 0.0, eps: 1e-8 };
+    backend.adamw(Lane::Host, &args).expect("adamw");
+    [run.m, run.v].map(|moment| {
+        let mut bytes = vec![0; 2 * len];
+        backend.download(moment, &mut bytes).expect("download");
+        suite::decoded(&bytes, DType::Bf16)
+    })
+}
+
+fn mean(values: impl Iterator<Item = f64>) -> f64 {
+    let (sum, count) = values.fold((0.0, 0.0), |(sum, count), v| (sum + v, count + 1.0));
+    sum / count
+}
+
+#[test]
+fn rounding_of_moments_is_unbiased_and_independent() {
+    let _limit = testkit::time_limit(60);
+    const LEN: usize = 1 << 18;
+    // Deviations of a mean of LEN fair draws; of 40 means none should be farther off than 5.
+    let bound = 5.0 / (LEN as f64).sqrt();
+    let backend = CpuBackend::new(2).expect("a backend");
+    for (value, step) in [(1.002f32, 1.0), (-3.1e-5, 2.0), (0.7501, 3.0), (7.77e-12, 1000.0), (2.0, 4.0)] {
+        let (grad, square) = (vec![value; LEN], value * value);
+        let moments = rounded_moments(&backend, &grad, step);
+        let again = rounded_moments(&backend, &grad, step);
+        let next = rounded_moments(&backend, &grad, step + 1.0);
+        assert!(moments == again, "the same bits for the same step");
+        // For each moment: which elements were rounded away from zero, less the share that should be.
+        let mut signs = Vec::new();
+        for ((values, later), exact) in moments.iter().zip(&next).zip([value, square]) {
+            let low = f32::from_bits(exact.to_bits() & 0xffff_0000);
+            let high = f32::from_bits(low.to_bits() + 0x1_0000);
+            let [low, high, exact] = [low, high, exact].map(f64::from);
+            assert!(
+                values.iter().all(|v| *v == low || (*v == high && low != exact)),
+                "{exact} lies between two values"
+            );
+            let share = (exact - low) / (high - low);
+            let up =
+                |values: &[f64]| values.iter().map(|v| f64::from(u8::from(*v == high)) - share).collect::<Vec<_>>();
+            let bias = mean(up(values).into_iter());
+            assert!(bias.abs() < bound, "{exact} is rounded up {bias:e} too often");
+            signs.push(up(values));
+            signs.push(up(later));
+        }
+        // m, m a step later, v, v a step later: of one element and of neighbours.
+        for (i, a) in signs.iter().enumerate() {
+            for (j, b) in signs.iter().enumerate() {
+                for shift in (0..3).filter(|shift| *shift > 0 || i != j) {
+                    let product = mean(a.iter().zip(&b[shift..]).map(|(a, b)| a * b));
+                    assert!(product.abs() < bound, "{value}: {i} and {j} at distance {shift} go together: {product:e}");
+                }
+            }
+        }
+    }
 }
 
 #[test]

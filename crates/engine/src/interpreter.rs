@@ -6,7 +6,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
-use gpurun_device::{AdamW, Backend, DeviceError, LossScaling, Mark, ScalarSlot, StepScalars};
+use gpurun_device::{
+    AdamRun, AdamW, Backend, DeviceError, LossScaling, Mark, NormRun, RoundingKey, ScalarSlot, StepScalars,
+};
 use gpurun_model::{BatchShape, Cx, Mode, Model};
 use gpurun_plan::{InstrId, Micro, ModelSpec, Op, PassIo, Program, RankPlan, Region, UnitId, param_starts};
 use gpurun_types::{ArenaId, DType, Lane, Place, Rank, View};
@@ -30,6 +32,8 @@ pub struct AdamOptions {
     pub clip: f32,
     /// Dynamic loss scaling.
     pub scaling: Option<LossScaling>,
+    /// Seed of the random bits that round moments to bf16.
+    pub seed: u64,
 }
 
 /// Tokens of one micro-batch: three i32 vectors of `batch * seq` elements.
@@ -248,7 +252,10 @@ impl Machine {
             }
             Op::Send { peer, src, .. } => self.links.peers().send(peer.index(), self.view(*src))?,
             Op::Recv { peer, dst, .. } => self.links.peers().recv(peer.index(), self.view(*dst))?,
-            Op::Norm { src, dst, .. } => self.backend.norm_partial(lane, self.view(*src), self.view(*dst))?,
+            Op::Norm { src, dst, .. } => {
+                let run = NormRun { src: self.view(*src), partial: self.view(*dst) };
+                self.backend.norm_partial(lane, &[run])?;
+            }
             Op::Scalars { partials, row, units, learning_rate, scalars } => {
                 self.step_scalars(lane, *partials, *row, *units, *learning_rate, *scalars)?;
             }
@@ -291,25 +298,23 @@ impl Machine {
         };
         let [grad, master, m, v, scalars] = [*grad, *master, *m, *v, *scalars].map(|r| self.view(r));
         let weight = weight.map(|r| self.view(r));
-        for (start, end, decay) in decay_runs(self.own_params(*unit), *first, *first + master.len) {
-            let cut = |view: View| view.slice(start - first, end - start);
-            self.backend.adamw(
-                lane,
-                AdamW {
+        let runs: Vec<AdamRun> = decay_runs(self.own_params(*unit), *first, *first + master.len)
+            .into_iter()
+            .map(|(start, end, decay)| {
+                let cut = |view: View| view.slice(start - first, end - start);
+                AdamRun {
                     master: cut(master),
                     m: cut(m),
                     v: cut(v),
                     grad: cut(grad),
                     weight: weight.map(cut),
-                    scalars,
-                    beta1: self.adam.beta1,
-                    beta2: self.adam.beta2,
-                    eps: self.adam.eps,
                     weight_decay: if decay { self.adam.weight_decay } else { 0.0 },
-                },
-            )?;
-        }
-        Ok(())
+                    rounding: RoundingKey::new(self.adam.seed, unit.0, start as u64),
+                }
+            })
+            .collect();
+        let AdamOptions { beta1, beta2, eps, .. } = self.adam;
+        self.backend.adamw(lane, &AdamW { runs: &runs, scalars, beta1, beta2, eps })
     }
 
     /// Where a sampling pass finds its logits: the head of the loss unit's scratch tensor of that name.

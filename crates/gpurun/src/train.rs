@@ -312,6 +312,7 @@ fn adam_options(options: &TrainOptions) -> AdamOptions {
         eps: options.eps as f32,
         weight_decay: options.weight_decay as f32,
         clip: options.clip.map_or(f32::INFINITY, |c| c as f32),
+        seed: options.seed,
         scaling: options.loss_scale.map(|_| LossScaling {
             growth: 2.0,
             backoff: 0.5,

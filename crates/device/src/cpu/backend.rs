@@ -8,7 +8,7 @@ use super::arena::Arena;
 use super::{CpuBackend, Result, shape};
 use crate::{
     AdamW, Attention, AttentionBackward, Backend, CrossEntropy, Embedding, Mark, Matmul, NormBackward, NormForward,
-    Rope, StepScalars,
+    NormRun, Rope, StepScalars,
 };
 
 impl Backend for CpuBackend {
@@ -162,9 +162,9 @@ impl Backend for CpuBackend {
         self.cross_entropy_op(&args)
     }
 
-    fn norm_partial(&self, _lane: Lane, src: View, partial: View) -> Result {
-        self.check("norm_partial", [src, partial])?;
-        self.norm_partial_op(src, partial)
+    fn norm_partial(&self, _lane: Lane, runs: &[NormRun]) -> Result {
+        self.check("norm_partial", runs.iter().flat_map(|run| [run.src, run.partial]))?;
+        self.norm_partial_op(runs)
     }
 
     fn step_scalars(&self, _lane: Lane, args: StepScalars) -> Result {
@@ -172,8 +172,8 @@ impl Backend for CpuBackend {
         self.step_scalars_op(&args)
     }
 
-    fn adamw(&self, _lane: Lane, args: AdamW) -> Result {
-        self.check("adamw", [args.master, args.m, args.v, args.grad, args.scalars].into_iter().chain(args.weight))?;
-        self.adamw_op(&args)
+    fn adamw(&self, _lane: Lane, args: &AdamW<'_>) -> Result {
+        self.check("adamw", args.views())?;
+        self.adamw_op(args)
     }
 }

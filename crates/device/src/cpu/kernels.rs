@@ -83,6 +83,19 @@ fn tree16(mut acc: [f32; 16]) -> f32 {
     acc[0]
 }
 
+/// Adds the upper half onto the lower one until one sum is left. The number of sums is a power of two.
+#[inline(always)]
+pub(super) fn halves<const N: usize>(mut sums: [f64; N]) -> f64 {
+    let mut width = N / 2;
+    while width > 0 {
+        for i in 0..width {
+            sums[i] += sums[i + width];
+        }
+        width /= 2;
+    }
+    sums[0]
+}
+
 vectorised! {
     /// `x (1 + tanh u) / 2 = x / (1 + e^-2u)`.
     fn gelu(x: &[f32], y: &mut [f32]) {
@@ -131,19 +144,19 @@ vectorised! {
         sum16([x, y], |[x, y]| x * y)
     }
 
-    /// `sum x^2` in fp64, in eight running sums added up in a fixed order.
+    /// `sum x^2` in fp64, in 32 running sums added up by halves.
     fn square_sum(x: &[f32]) -> f64 {
-        let mut acc = [0.0f64; 8];
-        let whole = x.len() / 8 * 8;
-        for block in x[..whole].chunks_exact(8) {
+        let mut acc = [0.0f64; 32];
+        let (blocks, rest) = x.as_chunks::<32>();
+        for block in blocks {
             for (a, v) in acc.iter_mut().zip(block) {
                 *a += f64::from(*v) * f64::from(*v);
             }
         }
-        for (a, v) in acc.iter_mut().zip(&x[whole..]) {
+        for (a, v) in acc.iter_mut().zip(rest) {
             *a += f64::from(*v) * f64::from(*v);
         }
-        ((acc[0] + acc[4]) + (acc[2] + acc[6])) + ((acc[1] + acc[5]) + (acc[3] + acc[7]))
+        halves(acc)
     }
 
     fn max(x: &[f32]) -> f32 {

@@ -3,6 +3,7 @@
 //! Results do not depend on the number of threads: work is cut into pieces whose bounds depend on sizes only, and partial
 //! sums are combined in the order of the pieces.
 
+mod adam;
 mod arena;
 mod attention;
 mod backend;

@@ -5,7 +5,7 @@ use gpurun_types::{ArenaId, Bytes, Lane, Place, View};
 use super::{CudaBackend, Result};
 use crate::{
     AdamW, Attention, AttentionBackward, Backend, CrossEntropy, Embedding, Mark, Matmul, NormBackward, NormForward,
-    Rope, StepScalars,
+    NormRun, Rope, StepScalars,
 };
 
 impl Backend for CudaBackend {
@@ -163,13 +163,9 @@ impl Backend for CudaBackend {
         self.cross_entropy_op(lane, &args)
     }
 
-    fn norm_partial(&self, lane: Lane, src: View, partial: View) -> Result {
-        const OP: &str = "norm_partial";
-        self.check(OP, [src, partial])?;
-        match lane {
-            Lane::Host => self.host.norm_partial(lane, self.on_host(OP, src)?, self.on_host(OP, partial)?),
-            _ => self.norm_partial_op(lane, src, partial),
-        }
+    fn norm_partial(&self, lane: Lane, runs: &[NormRun]) -> Result {
+        self.check("norm_partial", runs.iter().flat_map(|run| [run.src, run.partial]))?;
+        self.norm_partial_op(lane, runs)
     }
 
     fn step_scalars(&self, lane: Lane, args: StepScalars) -> Result {
@@ -177,8 +173,8 @@ impl Backend for CudaBackend {
         self.step_scalars_op(lane, &args)
     }
 
-    fn adamw(&self, lane: Lane, args: AdamW) -> Result {
-        self.check("adamw", [args.master, args.m, args.v, args.grad, args.scalars].into_iter().chain(args.weight))?;
-        self.adamw_op(lane, &args)
+    fn adamw(&self, lane: Lane, args: &AdamW<'_>) -> Result {
+        self.check("adamw", args.views())?;
+        self.adamw_op(lane, args)
     }
 }

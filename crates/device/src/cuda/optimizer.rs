@@ -2,30 +2,108 @@
 
 use gpurun_types::{DType, Lane, View};
 
-use super::check::{float, is, length, shape};
-use super::driver::{Launch, arguments};
-use super::{CudaBackend, KernelSource, Result, element};
-use crate::{AdamW, Backend, LossScaling, ScalarSlot, StepScalars};
+use super::check::{is, shape};
+use super::driver::{Argument, Arguments, Launch, arguments};
+use super::{CudaBackend, KernelSource, Result};
+use crate::adam::AdamTypes;
+use crate::{AdamRun, AdamW, Backend, LossScaling, NormRun, ScalarSlot, StepScalars};
 
 const SOURCE: KernelSource = KernelSource::Optimizer;
-/// Elements whose squares are summed in one run.
-const NORM_RUN: usize = 4096;
+/// Elements whose squares are summed by themselves.
+const NORM_PIECE: usize = 4096;
+/// Runs of one launch, as in the kernel: what its arguments, 4 KiB at most, have room for.
+const NORM_RUNS: usize = 120;
+const ADAM_RUNS: usize = 48;
+/// Elements of a block of AdamW, as in the kernel.
+const ADAM_TILE: usize = 4096;
+
+/// Kernels by the types of gradient, moments and weight: fp32, bf16, fp16.
+const ADAMW: [[[&str; 3]; 2]; 3] = [
+    [
+        ["adamw_float_float_float", "adamw_float_float_bf16", "adamw_float_float_f16"],
+        ["adamw_float_bf16_float", "adamw_float_bf16_bf16", "adamw_float_bf16_f16"],
+    ],
+    [
+        ["adamw_bf16_float_float", "adamw_bf16_float_bf16", "adamw_bf16_float_f16"],
+        ["adamw_bf16_bf16_float", "adamw_bf16_bf16_bf16", "adamw_bf16_bf16_f16"],
+    ],
+    [
+        ["adamw_f16_float_float", "adamw_f16_float_bf16", "adamw_f16_float_f16"],
+        ["adamw_f16_bf16_float", "adamw_f16_bf16_bf16", "adamw_f16_bf16_f16"],
+    ],
+];
+
+fn adamw_kernel(types: AdamTypes) -> &'static str {
+    let place = |dtype| match dtype {
+        DType::Bf16 => 1,
+        DType::F16 => 2,
+        _ => 0,
+    };
+    ADAMW[place(types.grad)][place(types.moment)][place(types.weight.unwrap_or(DType::F32))]
+}
+
+/// Structures of a kernel's argument, in the layout that C gives them: eight-byte words.
+#[derive(Default)]
+struct Words(Vec<u64>);
+
+impl Words {
+    fn halves(&mut self, low: u32, high: u32) {
+        self.0.push(u64::from(low) | u64::from(high) << 32);
+    }
+
+    /// Unused entries of a table.
+    fn fill(&mut self, words: usize) {
+        self.0.resize(words, 0);
+    }
+}
+
+impl Argument for Words {
+    fn add(&self, to: &mut Arguments) {
+        let bytes: Vec<u8> = self.0.iter().flat_map(|word| word.to_le_bytes()).collect();
+        to.bytes(&bytes);
+    }
+}
 
 impl CudaBackend {
-    pub(super) fn norm_partial_op(&self, lane: Lane, src: View, partial: View) -> Result {
+    pub(super) fn norm_partial_op(&self, lane: Lane, runs: &[NormRun]) -> Result {
         const OP: &str = "norm_partial";
-        is(OP, "src", src, DType::F32, src.len)?;
-        is(OP, "partial", partial, DType::F64, 1)?;
-        let runs = src.len.div_ceil(NORM_RUN);
-        let sums = self.workspace(lane, DType::F64.bytes(runs).0)?;
-        let list = arguments![self.address(src), src.len, sums];
-        // SAFETY: the kernel takes these; the workspace has room for the sum of each run.
-        unsafe {
-            self.launch(lane, (SOURCE, DType::F32, "norm_runs"), Launch::new((8 * runs).div_ceil(256), 256), list)?;
+        runs.iter().try_for_each(NormRun::check)?;
+        if lane == Lane::Host {
+            let at = |run: &NormRun| {
+                Ok(NormRun { src: self.on_host(OP, run.src)?, partial: self.on_host(OP, run.partial)? })
+            };
+            return self.host.norm_partial(lane, &runs.iter().map(at).collect::<Result<Vec<_>>>()?);
         }
-        let list = arguments![sums, runs, self.address(partial)];
+        runs.chunks(NORM_RUNS).try_for_each(|runs| self.norm_launch(lane, runs))
+    }
+
+    fn norm_launch(&self, lane: Lane, runs: &[NormRun]) -> Result {
+        let table = || {
+            let (mut words, mut pieces) = (Words::default(), 0);
+            for run in runs {
+                let bounds = [self.address(run.src), self.address(run.partial), run.src.len as u64, pieces as u64];
+                words.0.extend(bounds);
+                pieces += run.src.len.div_ceil(NORM_PIECE);
+            }
+            words.fill(4 * NORM_RUNS);
+            words.0.extend([runs.len() as u64, pieces as u64]);
+            (words, pieces)
+        };
+        let (words, pieces) = table();
+        let sums = self.workspace(lane, DType::F64.bytes(pieces).0)?;
+        let list = arguments![words, sums];
+        // SAFETY: the kernel takes these; views were checked and the workspace has room for the sum of each piece.
+        unsafe {
+            self.launch(
+                lane,
+                (SOURCE, DType::F32, "norm_pieces"),
+                Launch::new((32 * pieces).div_ceil(256), 256),
+                list,
+            )?;
+        }
+        let list = arguments![table().0, sums];
         // SAFETY: as above.
-        unsafe { self.launch(lane, (SOURCE, DType::F32, "norm_total"), Launch::new(1, 1024), list) }
+        unsafe { self.launch(lane, (SOURCE, DType::F32, "norm_totals"), Launch::new(runs.len(), 256), list) }
     }
 
     pub(super) fn step_scalars_op(&self, lane: Lane, args: &StepScalars) -> Result {
@@ -58,60 +136,50 @@ impl CudaBackend {
         unsafe { self.launch(lane, (SOURCE, DType::F32, OP), Launch::new(1, 1), list) }
     }
 
-    pub(super) fn adamw_op(&self, lane: Lane, args: &AdamW) -> Result {
-        const OP: &str = "adamw";
-        let len = args.master.len;
-        is(OP, "master", args.master, DType::F32, len)?;
-        for (name, view) in [("m", args.m), ("v", args.v)] {
-            if view.dtype != DType::F32 {
-                return Err(shape(OP, format!("{name} is {}; moments are kept in fp32", view.dtype)));
-            }
-            length(OP, name, view, len)?;
-        }
-        float(OP, "grad", args.grad)?;
-        length(OP, "grad", args.grad, len)?;
-        is(OP, "scalars", args.scalars, DType::F32, ScalarSlot::COUNT)?;
-        if let Some(weight) = args.weight {
-            float(OP, "weight", weight)?;
-            length(OP, "weight", weight, len)?;
-        }
+    pub(super) fn adamw_op(&self, lane: Lane, args: &AdamW<'_>) -> Result {
+        let Some(types) = args.types()? else { return Ok(()) };
         if lane == Lane::Host {
             return self.adamw_on_host(args);
         }
-        if len == 0 {
-            return Ok(());
+        let runs: Vec<&AdamRun> = args.runs.iter().filter(|run| run.master.len > 0).collect();
+        for runs in runs.chunks(ADAM_RUNS) {
+            let (table, tiles) = self.adam_table(runs)?;
+            let list = arguments![table, self.address(args.scalars), args.beta1, args.beta2, args.eps];
+            // SAFETY: the kernel takes these; lengths were checked.
+            unsafe { self.launch(lane, (SOURCE, DType::F32, adamw_kernel(types)), Launch::new(tiles, 256), list)? };
         }
-        let name = match (element(args.grad.dtype), args.weight.map_or("float", |w| element(w.dtype))) {
-            ("float", "float") => "adamw_float_float",
-            ("float", "bf16") => "adamw_float_bf16",
-            ("float", _) => "adamw_float_f16",
-            ("bf16", "float") => "adamw_bf16_float",
-            ("bf16", "bf16") => "adamw_bf16_bf16",
-            ("bf16", _) => "adamw_bf16_f16",
-            (_, "float") => "adamw_f16_float",
-            (_, "bf16") => "adamw_f16_bf16",
-            _ => "adamw_f16_f16",
-        };
-        let [master, m, v, grad, scalars] =
-            [args.master, args.m, args.v, args.grad, args.scalars].map(|view| self.address(view));
-        let weight = self.optional(args.weight);
-        let (beta1, beta2, eps, decay) = (args.beta1, args.beta2, args.eps, args.weight_decay);
-        let list = arguments![master, m, v, grad, weight, scalars, len, beta1, beta2, eps, decay];
-        // SAFETY: the kernel takes these; lengths were checked.
-        unsafe { self.launch(lane, (SOURCE, DType::F32, name), Launch::over(len.div_ceil(4)), list) }
+        Ok(())
     }
 
-    fn adamw_on_host(&self, args: &AdamW) -> Result {
-        let at = |view| self.on_host("adamw", view);
-        let args = AdamW {
-            master: at(args.master)?,
-            m: at(args.m)?,
-            v: at(args.v)?,
-            grad: at(args.grad)?,
-            weight: args.weight.map(at).transpose()?,
-            scalars: at(args.scalars)?,
-            ..*args
+    /// The table of runs that the kernel takes, and the blocks that they need.
+    fn adam_table(&self, runs: &[&AdamRun]) -> Result<(Words, usize)> {
+        let (mut words, mut tiles) = (Words::default(), 0usize);
+        for run in runs {
+            let [master, m, v, grad] = [run.master, run.m, run.v, run.grad].map(|view| self.address(view));
+            words.0.extend([master, m, v, grad, self.optional(run.weight)]);
+            words.0.extend([run.master.len as u64, run.rounding.stream, run.rounding.first]);
+            let first = u32::try_from(tiles).map_err(|_| shape("adamw", "more elements than one launch can take"))?;
+            words.halves(first, run.weight_decay.to_bits());
+            tiles += run.master.len.div_ceil(ADAM_TILE);
+        }
+        words.fill(9 * ADAM_RUNS);
+        words.0.push(runs.len() as u64);
+        Ok((words, tiles))
+    }
+
+    fn adamw_on_host(&self, args: &AdamW<'_>) -> Result {
+        let at = |view: View| self.on_host("adamw", view);
+        let run = |run: &AdamRun| {
+            Ok(AdamRun {
+                master: at(run.master)?,
+                m: at(run.m)?,
+                v: at(run.v)?,
+                grad: at(run.grad)?,
+                weight: run.weight.map(at).transpose()?,
+                ..*run
+            })
         };
-        self.host.adamw(Lane::Host, args)
+        let runs = args.runs.iter().map(run).collect::<Result<Vec<_>>>()?;
+        self.host.adamw(Lane::Host, &AdamW { runs: &runs, scalars: at(args.scalars)?, ..*args })
     }
 }

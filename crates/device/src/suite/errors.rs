@@ -1,8 +1,8 @@
 //! Views that do not fit together are refused by name, before anything is written; empty ones are no work.
 
 use crate::{
-    AdamW, Attention, AttentionBackward, AttentionShape, Backend, CrossEntropy, DeviceError, Embedding, Matmul,
-    NormBackward, NormForward, NormKind, Rope, ScalarSlot, StepScalars,
+    AdamRun, AdamW, Attention, AttentionBackward, AttentionShape, Backend, CrossEntropy, DeviceError, Embedding,
+    Matmul, NormBackward, NormForward, NormKind, NormRun, Rope, RoundingKey, ScalarSlot, StepScalars,
 };
 use gpurun_types::{ArenaId, DType, Lane, View};
 
@@ -259,8 +259,9 @@ fn attention(cx: &Cx<'_>, room: &Room<'_>) {
 
 fn optimizer(backend: &dyn Backend, room: &Room<'_>) {
     let (src, partial) = (room.blank_as(DType::F32, 9), room.blank_as(DType::F64, 1));
-    broken(src).iter().skip(1).for_each(|bad| refused("norm_partial", backend.norm_partial(LANE, *bad, partial)));
-    broken(partial).iter().for_each(|bad| refused("norm_partial", backend.norm_partial(LANE, src, *bad)));
+    let norm = |src, partial| backend.norm_partial(LANE, &[NormRun { src, partial }]);
+    broken(src).iter().skip(1).for_each(|bad| refused("norm_partial", norm(*bad, partial)));
+    broken(partial).iter().for_each(|bad| refused("norm_partial", norm(src, *bad)));
     let args = StepScalars {
         partials: room.put_as(DType::F64, &[0.0; 6]),
         shards: 2,
@@ -276,20 +277,27 @@ fn optimizer(backend: &dyn Backend, room: &Room<'_>) {
     let run = |args| backend.step_scalars(LANE, args);
     each("step_scalars", args, views!(args: StepScalars; partials, scalars, learning_rate;), run);
     refused("step_scalars", run(StepScalars { units: 4, ..args }));
-    let args = AdamW {
+    let run = AdamRun {
         master: room.blank_as(DType::F32, 9),
         m: room.blank_as(DType::F32, 9),
         v: room.blank_as(DType::F32, 9),
         grad: room.blank_as(DType::F32, 9),
         weight: Some(room.blank(9)),
-        scalars: args.scalars,
-        beta1: 0.9,
-        beta2: 0.95,
-        eps: 1e-8,
         weight_decay: 0.0,
+        rounding: RoundingKey::default(),
     };
-    let run = |args| backend.adamw(LANE, args);
-    each("adamw", args, views!(args: AdamW; master, m, v, grad, scalars; weight), run);
+    let scalars = args.scalars;
+    let with =
+        |runs: &[AdamRun], scalars| backend.adamw(LANE, &AdamW { runs, scalars, beta1: 0.9, beta2: 0.95, eps: 1e-8 });
+    each("adamw", run, views!(run: AdamRun; master, m, v, grad; weight), |run| with(&[run], scalars));
+    broken(scalars).into_iter().for_each(|bad| refused("adamw", with(&[run], bad)));
+    // Runs that differ in a type, or of which one has no weight.
+    refused("adamw", with(&[run, AdamRun { weight: None, ..run }], scalars));
+    let narrow = |view: View| View { dtype: DType::Bf16, ..view };
+    refused("adamw", with(&[run, AdamRun { m: narrow(run.m), v: narrow(run.v), ..run }], scalars));
+    refused("adamw", with(&[AdamRun { m: narrow(run.m), ..run }], scalars));
+    let half = |view: View| View { dtype: DType::F16, ..view };
+    refused("adamw", with(&[AdamRun { m: half(run.m), v: half(run.v), ..run }], scalars));
 }
 
 /// Views of no elements, and matrices of no rows, are no work and no error.
@@ -312,7 +320,8 @@ pub fn empty(cx: &Cx<'_>) {
     backend.bias_grad(LANE, none, grad, 0, 2).expect("bias_grad");
     assert_eq!(room.get(grad), [1.0, 2.0]);
     let partial = room.blank_as(DType::F64, 1);
-    backend.norm_partial(LANE, single(DType::F32), partial).expect("norm_partial");
+    backend.norm_partial(LANE, &[]).expect("norm_partial");
+    backend.norm_partial(LANE, &[NormRun { src: single(DType::F32), partial }]).expect("norm_partial");
     assert_eq!(room.get(partial), [0.0]);
     let args = Matmul {
         a: none,
@@ -329,17 +338,18 @@ pub fn empty(cx: &Cx<'_>) {
     };
     backend.matmul(LANE, args).expect("matmul");
     let empty = single(DType::F32);
-    let args = AdamW {
+    let run = AdamRun {
         master: empty,
         m: empty,
         v: empty,
         grad: empty,
         weight: Some(none),
-        scalars: room.put_as(DType::F32, &[0.0; ScalarSlot::COUNT]),
-        beta1: 0.9,
-        beta2: 0.95,
-        eps: 1e-8,
         weight_decay: 0.0,
+        rounding: RoundingKey::default(),
     };
-    backend.adamw(LANE, args).expect("adamw");
+    let scalars = room.put_as(DType::F32, &[0.0; ScalarSlot::COUNT]);
+    for runs in [&[][..], &[run]] {
+        let args = AdamW { runs, scalars, beta1: 0.9, beta2: 0.95, eps: 1e-8 };
+        backend.adamw(LANE, &args).expect("adamw");
+    }
 }

@@ -41,6 +41,7 @@ pub const CASES: &[Case] = &[
     ("attention_forward", attention::forward),
     ("attention_backward", attention::backward),
     ("adamw", optimizer::adamw),
+    ("adamw_cut", optimizer::adamw_cut),
     ("adamw_skip", optimizer::adamw_skip),
     ("shape_errors", errors::shapes),
     ("empty_views", errors::empty),

@@ -139,6 +139,7 @@ impl Case {
                 eps: 1e-8,
                 weight_decay: 0.1,
                 clip: self.clip,
+                seed: 17,
                 scaling: self.loss_scale.map(|_| LossScaling {
                     growth: 2.0,
                     backoff: 0.5,
