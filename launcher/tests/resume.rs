@@ -48,11 +48,11 @@ fn contents(dir: &Path) -> BTreeMap<String, Vec<u8>> {
 #[test]
 fn a_run_cut_in_two_is_the_unbroken_run() {
     let _limit = testkit::time_limit(120);
-    for zero in ["0", "3"] {
+    for (zero, moments) in [("0", "fp32"), ("3", "fp32"), ("1", "bf16")] {
         let room = tempfile::tempdir().expect("a folder");
         let at = |name: &str| room.path().join(name).display().to_string();
         let (whole, parts) = (at("whole"), at("parts"));
-        let common = ["--zero", zero, "--steps", "8", "--save-every", "4"];
+        let common = ["--zero", zero, "--adam-dtype", moments, "--steps", "8", "--save-every", "4"];
         let launch = |extra: &[&str]| {
             let mut command = train("2", &common);
             command.args(extra);
@@ -66,6 +66,34 @@ fn a_run_cut_in_two_is_the_unbroken_run() {
         assert_eq!(losses(&room.path().join("whole.jsonl")), losses(&room.path().join("parts.jsonl")));
         let last = |dir: &str| contents(&room.path().join(dir).join("step-00000008"));
         assert!(last("whole") == last("parts"), "weights and moments of stage {zero} differ");
+    }
+}
+
+#[test]
+fn moments_of_another_type_are_converted_and_that_is_said() {
+    let _limit = testkit::time_limit(120);
+    for (first, second, said) in [("fp32", "bf16", "f32"), ("bf16", "fp32", "bf16")] {
+        let room = tempfile::tempdir().expect("a folder");
+        let at = |name: &str| room.path().join(name).display().to_string();
+        let (out, metrics) = (at("out"), at("m.jsonl"));
+        let words = |moments: &'static str, steps: &'static str| {
+            let words = ["--adam-dtype", moments, "--steps", steps, "--warmup", "0", "--schedule", "constant"];
+            words.into_iter().chain(["--out", &out, "--metrics", &metrics, "--resume", "auto"]).collect::<Vec<_>>()
+        };
+        finished(train("2", &words(first, "10")));
+        let size = |step: &str| -> usize { contents(&Path::new(&out).join(step)).values().map(Vec::len).sum() };
+        let before = size("step-00000010");
+        let done = run(train("2", &words(second, "20")));
+        assert_eq!(done.code, 0, "{done:?}");
+        let told = format!("adam-dtype was \"{said}\" and is");
+        assert!(done.stdout.contains(&told) || done.stderr.contains(&told), "{done:?}");
+        let by_step = losses(Path::new(&metrics));
+        let value = |step: u64| by_step[&step].parse::<f64>().expect("a number");
+        assert!(value(20) < value(10) && value(10) < value(1), "training goes on: {by_step:?}");
+        // Master, m and v: 12 bytes, or 8.
+        let ratio = size("step-00000020") as f64 / before as f64;
+        let want = if second == "bf16" { 8.0 / 12.0 } else { 12.0 / 8.0 };
+        assert!((ratio - want).abs() < 0.02 * want, "a checkpoint is {ratio} times as large");
     }
 }
 

@@ -4,7 +4,8 @@
 //! `host_adam --serve ...` runs one round of the form named on each line of standard input and answers `NAME BYTES SECONDS`:
 //! so `bench/host_adam.py` takes turns with other implementations.
 //!
-//! Forms: `triad` (`a = b + 3 c`, 12 bytes an element, with plain stores or past the caches, whichever is faster), `fp32`
+//! Forms: `triad` (`a = b + 3 c`, 12 bytes an element, with plain stores or past the caches, whichever is faster), `touch`
+//! (the memory traffic of `fp32` with no more than an addition: the floor), `fp32`
 //! (gradient, weight and both moments in fp32: 28 bytes a parameter), `bf16` (gradient in and weight out in bf16, master and
 //! moments in fp32: 28), and both with moments in bf16 (`fp32-m16`: 20, `bf16-m16`: 20).
 
@@ -17,7 +18,7 @@ use multiversion::multiversion;
 
 /// Parameters are stepped in so many runs, as those of a model are.
 const RUNS: usize = 32;
-const FORMS: [&str; 5] = ["triad", "fp32", "bf16", "fp32-m16", "bf16-m16"];
+const FORMS: [&str; 6] = ["triad", "touch", "fp32", "bf16", "fp32-m16", "bf16-m16"];
 
 struct Bench {
     backend: CpuBackend,
@@ -89,6 +90,7 @@ impl Bench {
         let Some(whole) = self.form(name) else {
             return match name {
                 "triad" => Ok((12.0 * params, self.triad())),
+                "touch" => Ok((28.0 * params, self.touch())),
                 _ => Err(format!("there is no form {name:?}; there are {}", FORMS.join(", "))),
             };
         };
@@ -117,32 +119,62 @@ impl Bench {
         Ok((moved + whole.weight.map_or(0.0, bytes), seconds))
     }
 
+    /// Seconds that `body` takes on as many threads, each with a share of its own of the four arrays: its place and length.
+    fn on_shares(&self, body: impl Fn([*mut f32; 4], usize) + Copy + Send) -> f64 {
+        let starts = [0.0, 1.0, 2.0, 3.0].map(|i| {
+            let array = self.backend.host_pointer(self.array(i, DType::F32));
+            array.expect("host memory").cast::<f32>() as usize
+        });
+        let begin = Instant::now();
+        std::thread::scope(|scope| {
+            let share = (self.params / self.threads).next_multiple_of(64);
+            for first in (0..self.params).step_by(share) {
+                let len = share.min(self.params - first);
+                scope.spawn(move || body(starts.map(|start| (start + 4 * first) as *mut f32), len));
+            }
+        });
+        begin.elapsed().as_secs_f64()
+    }
+
+    /// Seconds of adding one array to the three others.
+    fn touch(&self) -> f64 {
+        self.on_shares(|[w, m, v, g], len| {
+            // SAFETY: four arrays apart, with `len` elements each from there; threads have shares of their own.
+            let (w, m, v, g) = unsafe {
+                use std::slice::{from_raw_parts, from_raw_parts_mut};
+                (
+                    from_raw_parts_mut(w, len),
+                    from_raw_parts_mut(m, len),
+                    from_raw_parts_mut(v, len),
+                    from_raw_parts(g, len),
+                )
+            };
+            touch(w, m, v, g);
+        })
+    }
+
     /// Seconds of `a = b + 3 c`, the faster of two kinds of stores, on as many threads, each with a share of its own.
     fn triad(&self) -> f64 {
-        let pointers = [3.0, 1.0, 2.0]
-            .map(|i| self.backend.host_pointer(self.array(i, DType::F32)).expect("host memory").cast::<f32>() as usize);
-        [false, true]
-            .map(|around| {
-                let begin = Instant::now();
-                std::thread::scope(|scope| {
-                    let share = (self.params / self.threads).next_multiple_of(64);
-                    for first in (0..self.params).step_by(share) {
-                        let len = share.min(self.params - first);
-                        scope.spawn(move || {
-                            let [a, b, c] = pointers.map(|p| (p + 4 * first) as *mut f32);
-                            // SAFETY: three arrays apart, `first + len` within them; threads have ranges of their own.
-                            let (a, b, c) = unsafe {
-                                use std::slice::{from_raw_parts, from_raw_parts_mut};
-                                (from_raw_parts_mut(a, len), from_raw_parts(b, len), from_raw_parts(c, len))
-                            };
-                            if around { triad_around(a, b, c) } else { triad(a, b, c) }
-                        });
-                    }
-                });
-                begin.elapsed().as_secs_f64()
+        let times = [false, true].map(|around| {
+            self.on_shares(move |[_, b, c, a], len| {
+                // SAFETY: three arrays apart, with `len` elements each from there; threads have shares of their own.
+                let (a, b, c) = unsafe {
+                    use std::slice::{from_raw_parts, from_raw_parts_mut};
+                    (from_raw_parts_mut(a, len), from_raw_parts(b, len), from_raw_parts(c, len))
+                };
+                if around { triad_around(a, b, c) } else { triad(a, b, c) }
             })
-            .into_iter()
-            .fold(f64::INFINITY, f64::min)
+        });
+        times.into_iter().fold(f64::INFINITY, f64::min)
+    }
+}
+
+#[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2+fma"))]
+fn touch(w: &mut [f32], m: &mut [f32], v: &mut [f32], g: &[f32]) {
+    for (((w, m), v), g) in w.iter_mut().zip(m).zip(v).zip(g) {
+        *w += *g;
+        *m += *g;
+        *v += *g;
     }
 }
 

@@ -131,6 +131,45 @@ fn offload_gives_the_same_bits() {
 }
 
 #[test]
+fn moments_in_bf16_are_the_same_bits_in_every_stage_and_place() {
+    let _limit = testkit::time_limit(60);
+    for model in [gpt2(), llama()] {
+        for dtype in [DType::F32, DType::Bf16] {
+            let plain = Case { dtype, moments: DType::Bf16, ..Case::plain(model.clone()) };
+            for ranks in [1, 3] {
+                let base = Case { ranks, ..plain.clone() };
+                let want = base.run();
+                for stage in 0..=3 {
+                    for offload in [None, Some(OffloadVia::Host), Some(OffloadVia::Stream)] {
+                        let fraction = if stage == 2 { 0.5 } else { 1.0 };
+                        let case = Case { stage, offload, fraction, ..base.clone() };
+                        assert_same_bits(&case.run(), &want, &format!("{case:?}"));
+                    }
+                }
+                for ((name, state), values) in &want.state {
+                    let narrow = values.iter().all(|v| v.to_bits() & 0xffff == 0);
+                    assert!(*state == 0 || narrow, "moment {state} of {name} is kept in bf16");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn moments_in_bf16_train_like_those_in_fp32() {
+    let _limit = testkit::time_limit(60);
+    let case = Case { steps: 40, ..Case::plain(gpt2()) };
+    let (wide, narrow) = (case.run(), Case { moments: DType::Bf16, ..case }.run());
+    assert_ne!(wide.state, narrow.state);
+    // The first step reads no moment that was rounded.
+    assert_eq!(wide.losses[..2], narrow.losses[..2]);
+    for (step, (x, y)) in narrow.losses.iter().zip(&wide.losses).enumerate() {
+        // A moment errs by up to 2^-7 of itself, up or down as often; updates err by as much, weights by far less.
+        assert!((x - y).abs() < 5e-3 * y, "step {step}: losses {x} and {y}");
+    }
+}
+
+#[test]
 fn recompute_gives_the_same_bits() {
     let _limit = testkit::time_limit(120);
     for model in [gpt2(), llama()] {

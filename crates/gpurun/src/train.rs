@@ -298,7 +298,7 @@ pub(crate) fn plan_options(options: &TrainOptions, world: u32) -> Result<PlanOpt
         micro_batches: options.micro_batches(world)?.count,
         policy: Policy::for_stage(options.zero, optim).map_err(EngineError::from)?,
         dtype: options.dtype,
-        adam_dtype: DType::F32,
+        adam_dtype: options.adam_dtype,
         offload_via: options.offload_via,
         offload_fraction: options.offload_fraction,
         recompute: options.recompute,

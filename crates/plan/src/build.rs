@@ -53,8 +53,8 @@ fn check(spec: &ModelSpec, options: &PlanOptions) -> Result<(), PlanError> {
     if !(0.0..=1.0).contains(&options.offload_fraction) {
         return setting("offload-fraction", format!("{} is not between 0 and 1", options.offload_fraction));
     }
-    if options.adam_dtype != DType::F32 {
-        return setting("adam-dtype", format!("{} moments cannot be planned so far; use fp32", options.adam_dtype));
+    if !matches!(options.adam_dtype, DType::F32 | DType::Bf16) {
+        return setting("adam-dtype", format!("moments cannot be {}; use fp32 or bf16", options.adam_dtype));
     }
     for (what, residence) in [("param", options.policy.param), ("grad", options.policy.grad)] {
         if residence.place == Place::Host {

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use gpurun_types::{Bytes, Place};
 use serde::{Deserialize, Serialize};
 
-use crate::ir::{Buffer, Kind, Op, Program, RankPlan};
+use crate::ir::{Buffer, Kind, Op, Program, RankPlan, Region};
 use crate::memory::{ALIGN, lifetimes};
 
 /// One line of a memory report.
@@ -91,10 +91,14 @@ fn peak(plan: &RankPlan, program: &Program, place: Place) -> BTreeMap<Kind, u64>
     best.into_iter().filter(|(_, b)| *b > 0).map(|(kind, b)| (kind, b as u64)).collect()
 }
 
-/// Bytes of a checkpoint that this rank writes: fp32 master weights and both moments of its own shards.
+/// Bytes of a checkpoint that this rank writes: master weights and both moments of its own shards, each in its type.
 #[must_use]
 pub fn checkpoint_bytes(plan: &RankPlan, dp: u32) -> Bytes {
-    let share = |home: &crate::ir::UnitHome| home.layout.elements.div_ceil(dp as usize) as u64 * 12;
+    let size = |region: Region| plan.buffers[region.buffer.0 as usize].dtype.size();
+    let share = |home: &crate::ir::UnitHome| {
+        let state: usize = [home.master.0, home.m, home.v].into_iter().map(size).sum();
+        (home.layout.elements.div_ceil(dp as usize) * state) as u64
+    };
     Bytes(plan.homes.iter().map(share).sum())
 }
 

@@ -153,6 +153,32 @@ fn bytes_follow_the_zero_paper() {
 }
 
 #[test]
+fn moments_in_bf16_take_half_the_bytes_everywhere() {
+    let _limit = testkit::time_limit(20);
+    let spec = chain(&[40_000, 120_000, 40_000], false, DType::Bf16);
+    for base in [
+        options(2, 1, 1),
+        offloaded(options(2, 2, 1), OffloadVia::Host),
+        offloaded(options(1, 0, 1), OffloadVia::Stream),
+    ] {
+        let planned = |adam_dtype| {
+            let plan = Plan::build(&spec, &PlanOptions { adam_dtype, ..base }).expect("legal");
+            let report = memory_report(&plan.ranks[0]);
+            let of = |name: &str| report.iter().filter(|i| i.name == name).map(|i| i.bytes.0).sum::<u64>();
+            ([of("Adam m"), of("Adam v")], of("master weights"), checkpoint_bytes(&plan.ranks[0], base.mesh.dp).0)
+        };
+        let (wide, master, checkpoint) = planned(DType::F32);
+        let (narrow, same, smaller) = planned(DType::Bf16);
+        assert_eq!(wide, narrow.map(|bytes| 2 * bytes));
+        assert_eq!(master, same);
+        assert_eq!(3 * smaller, 2 * checkpoint, "12 bytes a parameter become 8");
+    }
+    let wrong = PlanOptions { adam_dtype: DType::F16, ..options(1, 0, 1) };
+    let error = Plan::build(&spec, &wrong).expect_err("fp16 moments").to_string();
+    assert_eq!(error, "adam-dtype: moments cannot be fp16; use fp32 or bf16");
+}
+
+#[test]
 fn volumes_follow_the_zero_paper() {
     let _limit = testkit::time_limit(20);
     let spec = chain(&[4096 - 8; 6], false, DType::Bf16);

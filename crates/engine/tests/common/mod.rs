@@ -46,6 +46,8 @@ pub struct Case {
     pub fraction: f64,
     pub micro_batches: u32,
     pub dtype: DType,
+    /// Type of Adam's moments.
+    pub moments: DType,
     pub recompute: Recompute,
     pub steps: u64,
     /// Sequences per step, over all ranks and micro-batches.
@@ -111,6 +113,7 @@ impl Case {
             fraction: 1.0,
             micro_batches: 1,
             dtype: DType::F32,
+            moments: DType::F32,
             recompute: Recompute::None,
             steps: 3,
             global_batch: 12,
@@ -127,7 +130,7 @@ impl Case {
                 micro_batches: self.micro_batches,
                 policy: Policy::for_stage(self.stage, place).expect("a stage from 0 to 3"),
                 dtype: self.dtype,
-                adam_dtype: DType::F32,
+                adam_dtype: self.moments,
                 offload_via: self.offload.unwrap_or(OffloadVia::Host),
                 offload_fraction: self.fraction,
                 recompute: self.recompute,

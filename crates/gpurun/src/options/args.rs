@@ -78,6 +78,9 @@ pub struct TrainArgs {
     /// Type of weights and activations [default: fp32]
     #[arg(long, value_parser = dtype(), help_heading = "Precision and memory")]
     pub dtype: Option<DType>,
+    /// Type that Adam's moments are kept in; bf16 takes half the memory and is rounded stochastically [default: fp32]
+    #[arg(long, value_parser = adam_dtype(), help_heading = "Precision and memory")]
+    pub adam_dtype: Option<DType>,
     /// Starting loss scale of fp16 [default: 65536]
     #[arg(long, value_name = "X", allow_hyphen_values = true, help_heading = "Precision and memory")]
     pub loss_scale: Option<f64>,
@@ -155,7 +158,7 @@ macro_rules! for_all {
 
 for_all!(
     model dropout eval_every tokenizer seq_len micro_batch global_batch steps epochs lr min_lr warmup schedule weight_decay
-    beta1 beta2 eps clip dtype loss_scale zero offload offload_via offload_fraction recompute gpu_memory_limit device threads
+    beta1 beta2 eps clip dtype adam_dtype loss_scale zero offload offload_via offload_fraction recompute gpu_memory_limit device threads
     seed out
     save_every keep resume metrics;
     data eval_data
@@ -179,6 +182,10 @@ fn dtype() -> impl TypedValueParser<Value = DType> {
         "bf16" => DType::Bf16,
         _ => DType::F16,
     })
+}
+
+fn adam_dtype() -> impl TypedValueParser<Value = DType> {
+    PossibleValuesParser::new(["fp32", "bf16"]).map(|s| if s == "bf16" { DType::Bf16 } else { DType::F32 })
 }
 
 fn zero() -> impl TypedValueParser<Value = u8> {

@@ -128,6 +128,8 @@ pub struct TrainOptions {
     pub clip: Option<f64>,
     /// Type of weights and activations.
     pub dtype: DType,
+    /// Type of Adam's moments: fp32, or bf16 with stochastic rounding.
+    pub adam_dtype: DType,
     /// Starting loss scale; fp16 only.
     pub loss_scale: Option<f64>,
     /// ZeRO stage, 0 to 3.

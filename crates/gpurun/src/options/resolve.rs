@@ -74,6 +74,7 @@ impl TrainArgs {
             eps: args.eps.unwrap_or(1e-8),
             clip: Some(args.clip.unwrap_or(1.0)).filter(|x| *x > 0.0),
             dtype,
+            adam_dtype: args.adam_dtype.unwrap_or(DType::F32),
             loss_scale: (dtype == DType::F16).then(|| args.loss_scale.unwrap_or(LOSS_SCALE)),
             zero: args.zero.unwrap_or(0),
             offload: args.offload.unwrap_or(Offload::None),
@@ -291,7 +292,7 @@ impl TrainOptions {
 
 /// Options that, besides the model, shape the numbers of a run. When one of them changes between a checkpoint and its
 /// resumption, it is no longer the same run.
-pub(crate) const SHAPING: [&str; 19] = [
+pub(crate) const SHAPING: [&str; 20] = [
     "data",
     "eval_data",
     "tokenizer",
@@ -308,6 +309,7 @@ pub(crate) const SHAPING: [&str; 19] = [
     "eps",
     "clip",
     "dtype",
+    "adam_dtype",
     "loss_scale",
     "seed",
     "micro_batch",

@@ -76,6 +76,7 @@ fn every_option_is_taken_from_the_line_and_from_the_file_under_the_same_name() {
         ("eps", "1e-9", "1e-9"),
         ("clip", "0.5", "0.5"),
         ("dtype", "fp16", "\"fp16\""),
+        ("adam-dtype", "bf16", "\"bf16\""),
         ("loss-scale", "1024", "1024"),
         ("zero", "2", "2"),
         ("offload", "optimizer", "\"optimizer\""),
@@ -117,7 +118,7 @@ fn every_option_is_taken_from_the_line_and_from_the_file_under_the_same_name() {
         "data": ["Cargo.toml"], "eval_data": ["Cargo.toml"], "eval_every": 7, "tokenizer": {"file": "Cargo.toml"},
         "seq_len": 64, "micro_batch": 2, "global_batch": 12, "length": {"steps": 50}, "lr": 1e-4, "min_lr": 1e-5,
         "warmup": 3, "schedule": "wsd", "weight_decay": 0.0, "beta1": 0.8, "beta2": 0.99, "eps": 1e-9, "clip": 0.5,
-        "dtype": "f16", "loss_scale": 1024.0, "zero": 2, "offload": "optimizer", "offload_via": "stream",
+        "dtype": "f16", "adam_dtype": "bf16", "loss_scale": 1024.0, "zero": 2, "offload": "optimizer", "offload_via": "stream",
         "offload_fraction": 0.5, "recompute": "full", "gpu_memory_limit": 25_769_803_776u64, "device": "cpu", "threads": 2, "seed": 9, "out": "somewhere",
         "save_every": 10, "keep": 5, "resume": "auto", "metrics": "m.jsonl",
     });

@@ -74,10 +74,11 @@ fn state(b: &mut Builder<'_>, unit: UnitId) -> State {
     let name = b.spec.units[unit.0 as usize].name.clone();
     let via_host = place == Place::Host && b.options.offload_via == OffloadVia::Host;
     let own_master = b.options.dtype != DType::F32 || via_host;
+    let moment = b.options.adam_dtype;
     let mut make = |what: &str, kind, dtype| b.persistent(format!("{name}/{what}"), kind, place, weight.len, dtype);
     let master = if own_master { make("master", Kind::Master, DType::F32) } else { weight };
-    let m = make("m", Kind::MomentM, DType::F32);
-    let v = make("v", Kind::MomentV, DType::F32);
+    let m = make("m", Kind::MomentM, moment);
+    let v = make("v", Kind::MomentV, moment);
     // Kept between steps: a skipped step sends it up unchanged.
     let host_weight = (via_host && b.options.dtype != DType::F32)
         .then(|| b.persistent(format!("{name}/new weights"), Kind::Weights, place, weight.len, b.options.dtype));
@@ -126,7 +127,8 @@ struct Streamed {
 fn fetch(b: &mut Builder<'_>, s: &State) -> Streamed {
     let mut bring = |src: Region, what: &str| {
         let name = format!("{}/{what} on its way", b.spec.units[s.unit.0 as usize].name);
-        let dst = b.transient(name, Kind::Communication, Place::Device, src.len, DType::F32);
+        let dtype = b.buffers[src.buffer.0 as usize].dtype;
+        let dst = b.transient(name, Kind::Communication, Place::Device, src.len, dtype);
         b.emit(Lane::CopyIn, Op::Copy { unit: s.unit, src, dst });
         dst
     };
