@@ -15,7 +15,7 @@ use gpurun_engine::{
 };
 use gpurun_model::{BatchShape, Model, ModelError};
 use gpurun_plan::{Mesh, PlanOptions, Policy};
-use gpurun_types::{DType, Place, Rank};
+use gpurun_types::{Place, Rank};
 
 use crate::corpus;
 use crate::fit::{DoesNotFit, fitted};
