@@ -1,12 +1,12 @@
-//! Does a run fit? A search over plans, made before anything is allocated.
+//! Does a run fit, and what would? A search over plans, made before anything is allocated.
 
 use gpurun_device::ScratchSizes;
 use gpurun_engine::{EngineError, model_spec};
 use gpurun_model::{BatchShape, Model};
-use gpurun_plan::{MemoryItem, OffloadVia, Plan, Recompute, memory_report};
+use gpurun_plan::{Machine, MemoryItem, ModelSpec, OffloadVia, Recompute, Sketch, estimate_sketch, memory_report};
 use gpurun_types::{Bytes, Place};
 
-use crate::options::{MicroBatches, Offload, TrainOptions};
+use crate::options::{Device, MicroBatches, Offload, TrainOptions};
 use crate::train::{TrainError, plan_options};
 
 /// A run that does not fit: what it would hold, and the smallest change that fits.
@@ -22,6 +22,36 @@ pub struct DoesNotFit {
     mend: String,
 }
 
+/// What plans of one model are made for.
+#[derive(Clone, Copy)]
+pub(crate) struct Planner<'a> {
+    pub(crate) model: &'a Model,
+    pub(crate) world: u32,
+    pub(crate) sizes: &'a dyn ScratchSizes,
+}
+
+impl Planner<'_> {
+    /// The plan of one rank of each kind.
+    pub(crate) fn sketch(&self, options: &TrainOptions) -> Result<(ModelSpec, Sketch), TrainError> {
+        let micro = options.micro_batches(self.world)?;
+        let shape = BatchShape { batch: micro.sequences, seq: options.seq_len };
+        let spec = model_spec(self.model, shape, options.dtype, self.sizes)?;
+        let sketch = Sketch::build(&spec, &plan_options(options, self.world)?).map_err(EngineError::from)?;
+        Ok((spec, sketch))
+    }
+
+    fn device_bytes(&self, options: &TrainOptions) -> Result<Bytes, TrainError> {
+        Ok(self.sketch(options)?.1.largest().device_bytes)
+    }
+
+    /// Sequences that a micro-batch may have, the largest first.
+    pub(crate) fn micro_batches(&self, options: &TrainOptions) -> Result<Vec<usize>, TrainError> {
+        let whole = options.micro_batches(self.world)?;
+        let share = whole.sequences * whole.count as usize;
+        Ok((1..=share).rev().filter(|n| share.is_multiple_of(*n)).collect())
+    }
+}
+
 /// The options, with micro-batches that fit the limit: the largest where the user has not chosen.
 ///
 /// # Errors
@@ -32,108 +62,147 @@ pub(crate) fn fitted(
     world: u32,
     sizes: &dyn ScratchSizes,
 ) -> Result<(TrainOptions, MicroBatches), TrainError> {
+    let planner = Planner { model, world, sizes };
     let chosen = options.micro_batches(world)?;
     let Some(limit) = options.gpu_memory_limit else { return Ok((options.clone(), chosen)) };
-    for with in micro_batch_choices(options, world)? {
-        if device_bytes(&with, model, world, sizes)? <= limit {
-            let micro = with.micro_batches(world)?;
-            return Ok((with, micro));
+    let choices = match options.micro_batch {
+        Some(given) => vec![given],
+        None => planner.micro_batches(options)?,
+    };
+    let mut smallest = options.clone();
+    for sequences in choices {
+        smallest.micro_batch = Some(sequences);
+        if planner.device_bytes(&smallest)? <= limit {
+            let micro = smallest.micro_batches(world)?;
+            return Ok((smallest, micro));
         }
     }
-    let smallest = micro_batch_choices(options, world)?.pop().unwrap_or_else(|| options.clone());
-    Err(TrainError::DoesNotFit(Box::new(explain(&smallest, model, world, sizes, limit)?)))
+    Err(TrainError::DoesNotFit(Box::new(explain(&planner, &smallest, limit)?)))
 }
 
-/// The options with each micro-batch that may be tried, the largest first.
-fn micro_batch_choices(options: &TrainOptions, world: u32) -> Result<Vec<TrainOptions>, TrainError> {
-    if options.micro_batch.is_some() {
-        return Ok(vec![options.clone()]);
-    }
-    let whole = options.micro_batches(world)?;
-    let share = whole.sequences * whole.count as usize;
-    let divisors = (1..=share).rev().filter(|n| share.is_multiple_of(*n));
-    Ok(divisors.map(|n| TrainOptions { micro_batch: Some(n), ..options.clone() }).collect())
-}
-
-/// The plan of one rank: all hold the same.
-fn plan(
-    options: &TrainOptions,
-    model: &Model,
-    world: u32,
-    sizes: &dyn ScratchSizes,
-) -> Result<gpurun_plan::RankPlan, TrainError> {
-    let micro = options.micro_batches(world)?;
-    let shape = BatchShape { batch: micro.sequences, seq: options.seq_len };
-    let spec = model_spec(model, shape, options.dtype, sizes)?;
-    let plan = Plan::build(&spec, &plan_options(options, world)?).map_err(EngineError::from)?;
-    Ok(plan.ranks.into_iter().next().expect("at least one rank"))
-}
-
-fn device_bytes(
-    options: &TrainOptions,
-    model: &Model,
-    world: u32,
-    sizes: &dyn ScratchSizes,
-) -> Result<Bytes, TrainError> {
-    Ok(plan(options, model, world, sizes)?.device_bytes)
-}
-
-fn explain(
-    options: &TrainOptions,
-    model: &Model,
-    world: u32,
-    sizes: &dyn ScratchSizes,
-    limit: Bytes,
-) -> Result<DoesNotFit, TrainError> {
-    let rank = plan(options, model, world, sizes)?;
-    let mut items: Vec<MemoryItem> = memory_report(&rank).into_iter().filter(|i| i.place == Place::Device).collect();
+fn explain(planner: &Planner<'_>, options: &TrainOptions, limit: Bytes) -> Result<DoesNotFit, TrainError> {
+    let (_, sketch) = planner.sketch(options)?;
+    let rank = sketch.largest();
+    let mut items: Vec<MemoryItem> = memory_report(rank).into_iter().filter(|i| i.place == Place::Device).collect();
     let table = items.iter().map(|i| format!("  {:<22} {:>12}\n", i.name, i.bytes.to_string())).collect();
     items.sort_by_key(|i| std::cmp::Reverse(i.bytes));
     let largest: Vec<String> = items.iter().take(3).map(|i| format!("{} {}", i.name, i.bytes)).collect();
-    let mut mend = None;
-    for (words, changed) in changes(options, world) {
-        // A change that cannot be planned is no help.
-        if device_bytes(&changed, model, world, sizes).is_ok_and(|b| b <= limit) {
-            mend = Some(format!("it would fit with {words}"));
-            break;
-        }
-    }
-    let mend = mend.unwrap_or_else(|| {
-        "no change of --micro-batch, --recompute, --zero or --offload makes it fit; use more ranks, a smaller model or a shorter --seq-len".to_owned()
-    });
+    let mend = match smallest_change(planner, options, limit)? {
+        Some((words, needed)) => format!("it would fit with {words}: {needed}"),
+        None => "no change of --micro-batch, --recompute, --zero or --offload makes it fit; use more ranks, a smaller model or \
+                 a shorter --seq-len"
+            .to_owned(),
+    };
     Ok(DoesNotFit { needed: rank.device_bytes, limit, table, largest: largest.join(", "), mend })
 }
 
-/// One way to need less.
-type Change = (&'static str, fn(&mut TrainOptions));
-
-/// Ways to need less, the cheapest in speed first.
-fn changes(options: &TrainOptions, world: u32) -> Vec<(String, TrainOptions)> {
-    let mut single: Vec<Change> = Vec::new();
-    if options.micro_batch.is_some_and(|n| n > 1) {
-        single.push(("--micro-batch 1", |o| o.micro_batch = Some(1)));
-    }
-    if world > 1 {
-        let stages: [Change; 3] =
-            [("--zero 1", |o| o.zero = 1), ("--zero 2", |o| o.zero = 2), ("--zero 3", |o| o.zero = 3)];
-        single.extend(&stages[usize::from(options.zero).min(3)..]);
-    }
-    if options.recompute == Recompute::None {
-        single.push(("--recompute full", |o| o.recompute = Recompute::Full));
-    }
-    if options.offload == Offload::None {
-        single.push(("--offload optimizer", |o| (o.offload, o.offload_via) = (Offload::Optimizer, OffloadVia::Host)));
-    }
-    // One change before two, two before three: sets of changes by size, each in the order above.
-    let mut sets: Vec<Vec<Change>> = (1u32..1 << single.len())
-        .map(|mask| (0..single.len()).filter(|i| mask >> i & 1 == 1).map(|i| single[i]).collect())
-        .collect();
-    sets.sort_by_key(Vec::len);
-    sets.into_iter()
-        .map(|set| {
+/// The change that fits with the fewest settings changed; of several, the one whose step is estimated to be the shortest.
+fn smallest_change(
+    planner: &Planner<'_>,
+    options: &TrainOptions,
+    limit: Bytes,
+) -> Result<Option<(String, Bytes)>, TrainError> {
+    let machine = machine(None, options, planner.world);
+    let sets = changes(planner, options)?;
+    for size in 1..=SETTINGS {
+        let mut best: Option<(f64, String, Bytes)> = None;
+        for set in sets.iter().filter(|set| set.len() == size) {
             let mut changed = options.clone();
-            set.iter().for_each(|(_, change)| change(&mut changed));
-            (set.iter().map(|(words, _)| *words).collect::<Vec<_>>().join(" "), changed)
-        })
-        .collect()
+            set.iter().for_each(|change| change.apply(&mut changed));
+            // A change that cannot be planned is no help.
+            let Ok((spec, sketch)) = planner.sketch(&changed) else { continue };
+            let needed = sketch.largest().device_bytes;
+            if needed > limit {
+                continue;
+            }
+            let seconds = estimate_sketch(&sketch, &spec, &machine);
+            if best.as_ref().is_none_or(|(least, ..)| seconds < *least) {
+                let words: Vec<String> = set.iter().map(Change::words).collect();
+                best = Some((seconds, words.join(" "), needed));
+            }
+        }
+        if let Some((_, words, needed)) = best {
+            return Ok(Some((words, needed)));
+        }
+    }
+    Ok(None)
+}
+
+/// One setting changed so that a run needs less.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Change {
+    MicroBatch(usize),
+    Recompute(Recompute),
+    Zero(u8),
+    Offload,
+}
+
+/// Settings that [`Change`] has.
+const SETTINGS: usize = 4;
+
+impl Change {
+    fn words(&self) -> String {
+        match self {
+            Self::MicroBatch(n) => format!("--micro-batch {n}"),
+            Self::Recompute(recompute) => format!("--recompute {}", recompute_name(*recompute)),
+            Self::Zero(stage) => format!("--zero {stage}"),
+            Self::Offload => "--offload optimizer".to_owned(),
+        }
+    }
+
+    fn apply(self, options: &mut TrainOptions) {
+        match self {
+            Self::MicroBatch(n) => options.micro_batch = Some(n),
+            Self::Recompute(recompute) => options.recompute = recompute,
+            Self::Zero(stage) => options.zero = stage,
+            Self::Offload => (options.offload, options.offload_via) = (Offload::Optimizer, OffloadVia::Host),
+        }
+    }
+}
+
+/// The name that the command line has for it.
+pub(crate) const fn recompute_name(recompute: Recompute) -> &'static str {
+    match recompute {
+        Recompute::None => "none",
+        Recompute::Selective => "selective",
+        Recompute::Full => "full",
+    }
+}
+
+/// All sets of changes of different settings.
+fn changes(planner: &Planner<'_>, options: &TrainOptions) -> Result<Vec<Vec<Change>>, TrainError> {
+    let given = options.micro_batches(planner.world)?.sequences;
+    let smaller = planner.micro_batches(options)?.into_iter().filter(|n| *n < given).map(Change::MicroBatch);
+    let recompute = match options.recompute {
+        Recompute::None => &[Recompute::Selective, Recompute::Full][..],
+        Recompute::Selective => &[Recompute::Full],
+        Recompute::Full => &[],
+    };
+    let stages = if planner.world > 1 { options.zero + 1..4 } else { 0..0 };
+    let settings: [Vec<Change>; SETTINGS] = [
+        smaller.collect(),
+        recompute.iter().copied().map(Change::Recompute).collect(),
+        stages.map(Change::Zero).collect(),
+        if options.offload == Offload::None { vec![Change::Offload] } else { Vec::new() },
+    ];
+    let mut sets: Vec<Vec<Change>> = vec![Vec::new()];
+    for setting in settings {
+        let with = |set: &Vec<Change>| {
+            let longer = |change| set.iter().copied().chain([change]).collect::<Vec<_>>();
+            setting.iter().copied().map(longer).collect::<Vec<_>>()
+        };
+        let more: Vec<Vec<Change>> = sets.iter().flat_map(with).collect();
+        sets.extend(more);
+    }
+    Ok(sets)
+}
+
+/// The machine whose rates estimates take.
+///
+/// # Panics
+/// When there is no machine of this name: names are checked where they are read.
+pub(crate) fn machine(name: Option<&str>, options: &TrainOptions, world: u32) -> Machine {
+    let name = name.unwrap_or(if options.device == Device::Cuda { "h200" } else { "cpu" });
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    Machine::named(name, cores, world).expect("the names are checked where they are read")
 }

@@ -13,6 +13,7 @@ pub mod options;
 mod plan;
 mod run;
 mod sample;
+mod search;
 mod train;
 pub mod worker;
 

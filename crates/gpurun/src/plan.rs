@@ -8,15 +8,16 @@ use gpurun_device::{CpuSizes, CudaSizes, ScratchSizes};
 use gpurun_engine::{EngineError, model_spec};
 use gpurun_model::BatchShape;
 use gpurun_plan::{
-    CollectiveVolume, Drawing, Machine, MemoryItem, ModelSpec, OffloadVia, Plan, Recompute, Timeline, checkpoint_bytes,
+    CollectiveVolume, Drawing, MemoryItem, ModelSpec, OffloadVia, Plan, Recompute, Timeline, checkpoint_bytes,
     collective_volume, estimate, memory_report, svg, trace,
 };
 use gpurun_types::{Bytes, Place};
 use serde::Serialize;
 
 use crate::command::{Failure, command};
-use crate::fit::fitted;
+use crate::fit::{Planner, fitted, machine};
 use crate::options::{Device, MicroBatches, Offload, TrainArgs, TrainOptions};
+use crate::search::search;
 use crate::train::{TrainError, plan_options};
 
 /// Show what each rank of `train` with these options would hold in memory and send, without running it
@@ -32,8 +33,12 @@ struct PlanArgs {
     #[arg(long, conflicts_with = "json")]
     listing: bool,
     /// Machine for which times are estimated: cpu, h200, a100 or l40s [default: h200 with --device cuda, or cpu]
-    #[arg(long, value_name = "NAME", value_parser = PossibleValuesParser::new(Machine::NAMES))]
+    #[arg(long, value_name = "NAME", value_parser = PossibleValuesParser::new(gpurun_plan::Machine::NAMES))]
     machine: Option<String>,
+    /// List the settings of --zero, --recompute, --micro-batch and --offload that give the shortest estimated step within
+    /// --gpu-memory-limit; those that are given stay as they are
+    #[arg(long, conflicts_with_all = ["listing", "draw", "trace"])]
+    search: bool,
     /// Draw memory over the step, and the lanes as a Gantt chart
     #[arg(long, value_name = "FILE.svg")]
     draw: Option<PathBuf>,
@@ -91,8 +96,11 @@ pub fn plan_main(arguments: impl IntoIterator<Item = std::ffi::OsString>, nproc:
 
 fn show(args: PlanArgs, nproc: u32) -> Result<String, Failure> {
     let options = args.train.resolve()?;
+    if args.search {
+        return searched(&options, nproc, args.machine.as_deref(), args.json);
+    }
     let planned = Planned::build(&options, nproc)?;
-    let machine = machine(args.machine.as_deref(), &options, nproc);
+    let machine = machine(args.machine.as_deref(), &planned.options, nproc);
     let timeline = estimate(&planned.plan, &planned.spec, &machine);
     let title = title(&planned.options, &planned.micro, nproc);
     let drawing = Drawing { title: &title, plan: &planned.plan, spec: &planned.spec, timeline: &timeline };
@@ -113,11 +121,45 @@ fn show(args: PlanArgs, nproc: u32) -> Result<String, Failure> {
     Ok(tables(&report))
 }
 
-/// The machine whose rates the estimate takes.
-pub(crate) fn machine(name: Option<&str>, options: &TrainOptions, world: u32) -> Machine {
-    let name = name.unwrap_or(if options.device == Device::Cuda { "h200" } else { "cpu" });
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    Machine::named(name, cores, world).expect("the names are checked where they are read")
+/// Lines that `--search` shows.
+const BEST: usize = 10;
+
+fn searched(options: &TrainOptions, nproc: u32, name: Option<&str>, json: bool) -> Result<String, Failure> {
+    let model = options.model.config.build().map_err(TrainError::from)?;
+    options.check_context(model.max_seq)?;
+    let machine = machine(name, options, nproc);
+    let planner = Planner { model: &model, world: nproc, sizes: sizes(options) };
+    let found = search(&planner, options, &machine)?;
+    if found.is_empty() {
+        // Says why, and what comes nearest.
+        fitted(options, &model, nproc, planner.sizes)?;
+        return Err(Failure::new(
+            3,
+            "nothing fits --gpu-memory-limit; use more ranks, a smaller model or a shorter --seq-len",
+        ));
+    }
+    let best = &found[..found.len().min(BEST)];
+    if json {
+        let text = serde_json::to_string(best).expect("a report is plain data");
+        return Ok(text + "\n");
+    }
+    let mut text = format!("{} plans fit; estimated on {}\n", found.len(), machine.describe());
+    text.push_str("    s a step   tokens/s       device         host  settings\n");
+    for plan in best {
+        text.push_str(&format!(
+            "{:>12.4} {:>10.0} {:>12} {:>12}  {}\n",
+            plan.step_seconds,
+            plan.tokens_per_second,
+            plan.device_peak_bytes.to_string(),
+            plan.host_peak_bytes.to_string(),
+            plan.flags
+        ));
+    }
+    Ok(text)
+}
+
+fn sizes(options: &TrainOptions) -> &'static dyn ScratchSizes {
+    if options.device == Device::Cuda { &CudaSizes } else { &CpuSizes }
 }
 
 /// What a picture is of.
@@ -171,7 +213,7 @@ impl Planned {
     fn build(options: &TrainOptions, nproc: u32) -> Result<Self, Failure> {
         let model = options.model.config.build().map_err(TrainError::from)?;
         options.check_context(model.max_seq)?;
-        let sizes: &dyn ScratchSizes = if options.device == Device::Cuda { &CudaSizes } else { &CpuSizes };
+        let sizes = sizes(options);
         let (options, micro) = fitted(options, &model, nproc, sizes)?;
         let shape = BatchShape { batch: micro.sequences, seq: options.seq_len };
         let spec = model_spec(&model, shape, options.dtype, sizes)?;
@@ -278,6 +320,59 @@ mod tests {
             let ratio = estimated / measured;
             assert!((0.8..1.2).contains(&ratio), "{model}: {estimated:.0} tokens/s, measured {measured}");
         }
+    }
+
+    #[test]
+    fn a_search_lists_what_fits_fastest_first_and_keeps_what_is_given() {
+        let _limit = testkit::time_limit(30);
+        let run = |line: &str, ranks| show(PlanArgs::try_parse_from(line.split(' ')).unwrap(), ranks);
+        let list = |line: &str| -> Vec<serde_json::Value> { serde_json::from_str(&run(line, 2).unwrap()).unwrap() };
+        let all = list("plan --search --json --recompute full");
+        assert_eq!(all.len(), BEST);
+        let number = |plan: &serde_json::Value, what: &str| plan[what].as_f64().unwrap();
+        assert!(all.windows(2).all(|w| number(&w[0], "step_seconds") <= number(&w[1], "step_seconds")));
+        assert!(all.iter().all(|p| p["flags"].as_str().unwrap().contains("--recompute full")));
+        // Under the least that any of them needs, all are smaller; what is listed is what a plan with its flags says.
+        let least = all.iter().map(|p| number(p, "device_peak_bytes") as u64).min().unwrap() - 1;
+        let limited = list(&format!("plan --search --json --recompute full --gpu-memory-limit {least}"));
+        assert!(!limited.is_empty() && limited.iter().all(|p| number(p, "device_peak_bytes") <= least as f64));
+        let flags = limited[0]["flags"].as_str().unwrap();
+        let planned: serde_json::Value =
+            serde_json::from_str(&run(&format!("plan --json {flags}"), 2).unwrap()).unwrap();
+        assert_eq!(planned["ranks"][0]["device_peak_bytes"], limited[0]["device_peak_bytes"]);
+        assert_eq!(planned["ranks"][0]["host_peak_bytes"], limited[0]["host_peak_bytes"]);
+        assert_eq!(planned["estimate"]["step_seconds"], limited[0]["step_seconds"]);
+        let nothing = run("plan --search --gpu-memory-limit 1KiB", 2).unwrap_err();
+        assert!(format!("{nothing:?}").contains("does not fit"), "{nothing:?}");
+    }
+
+    #[test]
+    fn what_would_fit_is_the_fastest_of_the_smallest_changes() {
+        let _limit = testkit::time_limit(30);
+        let run = |line: &str| show(PlanArgs::try_parse_from(line.split(' ')).unwrap(), 2);
+        let base = "plan --model gpt2-124m --seq-len 256 --global-batch 8";
+        let needs = |more: &str| -> u64 {
+            let micro = if more.contains("micro") { "" } else { " --micro-batch 4" };
+            let text = run(&format!("{base}{micro} --json{more}")).unwrap();
+            let json: serde_json::Value = serde_json::from_str(&text).unwrap();
+            json["ranks"][0]["device_peak_bytes"].as_u64().unwrap()
+        };
+        // A little less than everything: several single changes would do; selective recompute costs the least time of them.
+        let refused =
+            format!("{:?}", run(&format!("{base} --micro-batch 4 --gpu-memory-limit {}", needs("") - 1)).unwrap_err());
+        assert!(refused.contains("exit_code: 3") && refused.contains("largest: "), "{refused}");
+        let proposed = refused.split("it would fit with ").nth(1).unwrap().split(':').next().unwrap();
+        assert!(needs(&format!(" {proposed}")) < needs(""), "{proposed}");
+        assert_eq!(proposed.matches("--").count(), 1, "one change is enough: {proposed}");
+        // Less than any single change gives: two.
+        let singles =
+            ["--zero 1", "--zero 2", "--zero 3", "--recompute full", "--offload optimizer", "--micro-batch 1"];
+        let least = singles.iter().map(|s| needs(&format!(" {s}"))).min().unwrap();
+        let refused =
+            format!("{:?}", run(&format!("{base} --micro-batch 4 --gpu-memory-limit {}", least - 1)).unwrap_err());
+        let proposed = refused.split("it would fit with ").nth(1).unwrap().split(':').next().unwrap();
+        assert_eq!(proposed.matches("--").count(), 2, "{proposed}");
+        assert!(needs(&format!(" {proposed}")) < least, "{proposed}");
     }
 
     #[test]

@@ -36,6 +36,41 @@ impl Plan {
     }
 }
 
+/// What a search needs of a plan: the first replica of each stage, whose fellows hold and do the same. Not verified: what a
+/// search chooses is built whole before it runs.
+pub struct Sketch {
+    /// What it was built from.
+    pub options: PlanOptions,
+    /// One plan a stage.
+    pub stages: Vec<RankPlan>,
+}
+
+impl Sketch {
+    /// The plans of the first replicas.
+    ///
+    /// # Errors
+    /// As [`Plan::build`], but for verification.
+    pub fn build(spec: &ModelSpec, options: &PlanOptions) -> Result<Self, PlanError> {
+        check(spec, options)?;
+        let first = |stage: u32| {
+            let mut plan = Builder::new(spec, options, Rank(stage * options.mesh.dp)).build();
+            place(&mut plan);
+            waits::derive(&plan.buffers, &mut plan.train.instrs);
+            plan
+        };
+        Ok(Self { options: *options, stages: (0..options.mesh.pp).map(first).collect() })
+    }
+
+    /// The stage that holds most in device memory.
+    ///
+    /// # Panics
+    /// Never: there is at least one stage.
+    #[must_use]
+    pub fn largest(&self) -> &RankPlan {
+        self.stages.iter().max_by_key(|s| s.device_bytes).expect("at least one stage")
+    }
+}
+
 fn check(spec: &ModelSpec, options: &PlanOptions) -> Result<(), PlanError> {
     let setting = |setting, problem: String| Err(PlanError::Setting { setting, problem });
     if spec.units.len() < 2 {

@@ -7,9 +7,10 @@
 use gpurun_types::{Bytes, DType, Lane, Place};
 use serde::Serialize;
 
+use crate::build::Sketch;
 use crate::ir::{Buffer, Group, InstrId, Op, PassIo, Plan, RankPlan, Region};
-use crate::rendezvous;
-use crate::spec::{ModelSpec, UnitId};
+use crate::rendezvous::{self, Cast};
+use crate::spec::{ModelSpec, PlanOptions, UnitId};
 
 /// Rates of one kind of machine, per rank. Bandwidths are bytes a second, read and written bytes both counted.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -144,37 +145,54 @@ impl Timeline {
 /// When the plan would not run to its end: it was not verified.
 #[must_use]
 pub fn estimate(plan: &Plan, spec: &ModelSpec, machine: &Machine) -> Timeline {
-    timeline(plan, machine, |rank, instr| {
-        Cost { rank: &plan.ranks[rank], spec, machine, plan }.seconds(&plan.ranks[rank].train.instrs[instr].op)
-    })
+    let ranks: Vec<&RankPlan> = plan.ranks.iter().collect();
+    let seconds = |rank: usize, instr: usize| {
+        let rank = ranks[rank];
+        Cost { rank, spec, machine, options: &plan.options }.seconds(&rank.train.instrs[instr].op)
+    };
+    let ranks = spans(Cast::All(plan.options.mesh), &ranks, seconds);
+    Timeline { machine: machine.clone(), seconds: end(&ranks), ranks }
 }
 
-/// The training step with a time given for each instruction by rank and index.
+/// Seconds of the training step of a sketch on a machine.
 ///
 /// # Panics
-/// As [`estimate`].
+/// When the sketch would not run to its end: a bug of the passes.
 #[must_use]
-pub fn timeline(plan: &Plan, machine: &Machine, seconds: impl Fn(usize, usize) -> f64) -> Timeline {
-    let programs: Vec<_> = plan.ranks.iter().map(|r| &r.train).collect();
-    let mut ranks: Vec<Vec<Span>> = programs.iter().map(|p| vec![Span::default(); p.instrs.len()]).collect();
+pub fn estimate_sketch(sketch: &Sketch, spec: &ModelSpec, machine: &Machine) -> f64 {
+    let stages: Vec<&RankPlan> = sketch.stages.iter().collect();
+    let seconds = |stage: usize, instr: usize| {
+        let rank = stages[stage];
+        Cost { rank, spec, machine, options: &sketch.options }.seconds(&rank.train.instrs[instr].op)
+    };
+    end(&spans(Cast::FirstReplicas(sketch.options.mesh), &stages, seconds))
+}
+
+fn end(ranks: &[Vec<Span>]) -> f64 {
+    ranks.iter().flatten().map(|span| span.end).fold(0.0, f64::max)
+}
+
+/// When each instruction runs, given how long each takes by rank and index.
+fn spans(cast: Cast, ranks: &[&RankPlan], seconds: impl Fn(usize, usize) -> f64) -> Vec<Vec<Span>> {
+    let programs: Vec<_> = ranks.iter().map(|r| &r.train).collect();
+    let mut spans: Vec<Vec<Span>> = programs.iter().map(|p| vec![Span::default(); p.instrs.len()]).collect();
     let mut lanes = vec![[0.0f64; Lane::ALL.len()]; programs.len()];
-    let outcome = rendezvous::run(plan.options.mesh, &programs, |together| {
+    let outcome = rendezvous::run(cast, &programs, |together| {
         let mut start = 0.0f64;
         let mut longest = 0.0f64;
         for &(rank, InstrId(id)) in together {
             let instr = &programs[rank].instrs[id as usize];
-            let waits = instr.waits.iter().map(|w| ranks[rank][w.0 as usize].end);
+            let waits = instr.waits.iter().map(|w| spans[rank][w.0 as usize].end);
             start = waits.fold(start.max(lanes[rank][instr.lane.index()]), f64::max);
             longest = longest.max(seconds(rank, id as usize));
         }
         for &(rank, InstrId(id)) in together {
-            ranks[rank][id as usize] = Span { start, end: start + longest };
+            spans[rank][id as usize] = Span { start, end: start + longest };
             lanes[rank][programs[rank].instrs[id as usize].lane.index()] = start + longest;
         }
     });
     outcome.expect("a verified plan runs to its end");
-    let seconds = ranks.iter().flatten().map(|span| span.end).fold(0.0, f64::max);
-    Timeline { machine: machine.clone(), ranks, seconds }
+    spans
 }
 
 /// Times that bytes of edges and saved tensors cross device memory in a pass: made, read by what follows, and norms and
@@ -185,7 +203,7 @@ struct Cost<'a> {
     rank: &'a RankPlan,
     spec: &'a ModelSpec,
     machine: &'a Machine,
-    plan: &'a Plan,
+    options: &'a PlanOptions,
 }
 
 impl Cost<'_> {
@@ -231,7 +249,7 @@ impl Cost<'_> {
     }
 
     fn flops(&self) -> f64 {
-        if self.plan.options.dtype == DType::F32 { self.machine.single_flops } else { self.machine.half_flops }
+        if self.options.dtype == DType::F32 { self.machine.single_flops } else { self.machine.half_flops }
     }
 
     fn pass(&self, flops: f64, io: &PassIo, times: f64) -> f64 {
@@ -242,7 +260,7 @@ impl Cost<'_> {
 
     /// A ring: each rank sends all but its own shard.
     fn collective(&self, group: Group, sent: f64) -> f64 {
-        let mesh = self.plan.options.mesh;
+        let mesh = self.options.mesh;
         let members = match group {
             Group::Data => mesh.dp,
             Group::World => mesh.dp * mesh.pp,

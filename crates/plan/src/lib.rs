@@ -21,10 +21,11 @@ mod verify;
 mod waits;
 
 pub use access::Accesses;
+pub use build::Sketch;
 pub use cost::{CollectiveVolume, MemoryItem, checkpoint_bytes, collective_volume, memory_report};
 pub use draw::{Drawing, svg, trace};
 pub use error::PlanError;
-pub use estimate::{Machine, Span, Timeline, estimate, timeline};
+pub use estimate::{Machine, Span, Timeline, estimate, estimate_sketch};
 pub use ir::*;
 pub use spec::*;
 pub use text::Listing;

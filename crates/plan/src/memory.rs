@@ -48,26 +48,60 @@ fn place_transient(buffers: &mut [Buffer], program: &Program, place: Place, base
         })
         .collect();
     order.sort_by_key(|id| (std::cmp::Reverse(buffers[id.0 as usize].bytes()), *id));
-    let mut placed: Vec<(u64, u64, u32, u32)> = Vec::new();
+    let mut placed = Placed::new(program.instrs.len());
     let mut end = base;
     for id in order {
         let life = lives[id.0 as usize].clone().expect("filtered above");
-        let (first, last) = (*life.start(), *life.end());
         let size = buffers[id.0 as usize].bytes().align_up(ALIGN).0;
-        // `placed` is sorted by offset, so one sweep finds the lowest gap.
-        let mut offset = base;
-        for &(from, to, born, dies) in &placed {
-            if born <= last && first <= dies {
-                if offset + size <= from {
-                    break;
-                }
-                offset = offset.max(to);
-            }
-        }
+        let offset = placed.lowest(&life, size, base);
         buffers[id.0 as usize].offset = offset;
-        let at = placed.partition_point(|p| p.0 < offset);
-        placed.insert(at, (offset, offset + size, first, last));
+        placed.push(life, offset, offset + size);
         end = end.max(offset + size);
     }
     end
+}
+
+/// Buffers that have a place, found by when they are alive: of thousands, few are alive together.
+struct Placed {
+    /// Life, first byte, and the byte behind the last.
+    all: Vec<(RangeInclusive<u32>, u64, u64)>,
+    /// Those alive in each stretch of [`STRETCH`] instructions.
+    stretches: Vec<Vec<u32>>,
+}
+
+const STRETCH: u32 = 32;
+
+impl Placed {
+    fn new(instrs: usize) -> Self {
+        Self { all: Vec::new(), stretches: vec![Vec::new(); instrs.div_ceil(STRETCH as usize) + 1] }
+    }
+
+    fn stretches(life: &RangeInclusive<u32>) -> RangeInclusive<usize> {
+        (*life.start() / STRETCH) as usize..=(*life.end() / STRETCH) as usize
+    }
+
+    fn push(&mut self, life: RangeInclusive<u32>, from: u64, to: u64) {
+        let index = self.all.len() as u32;
+        self.stretches[Self::stretches(&life)].iter_mut().for_each(|s| s.push(index));
+        self.all.push((life, from, to));
+    }
+
+    /// The lowest offset from `base` where `size` bytes meet nothing that is alive in `life`.
+    fn lowest(&self, life: &RangeInclusive<u32>, size: u64, base: u64) -> u64 {
+        let near = self.stretches[Self::stretches(life)].iter().flatten();
+        let mut taken: Vec<(u64, u64)> = near
+            .map(|index| &self.all[*index as usize])
+            .filter(|(other, ..)| other.start() <= life.end() && life.start() <= other.end())
+            .map(|(_, from, to)| (*from, *to))
+            .collect();
+        taken.sort_unstable();
+        let mut offset = base;
+        for (from, to) in taken {
+            if offset + size <= from {
+                break;
+            }
+            offset = offset.max(to);
+        }
+        offset
+    }
 }

@@ -9,6 +9,46 @@ use crate::ir::{Group, Instr, InstrId, Op, Program};
 use crate::spec::Mesh;
 use crate::verify::{VerifyError, describe};
 
+/// Whose programs are run.
+#[derive(Clone, Copy)]
+pub(crate) enum Cast {
+    /// Those of every rank.
+    All(Mesh),
+    /// Those of the first replica of each stage: the others do the same at the same time.
+    FirstReplicas(Mesh),
+}
+
+impl Cast {
+    /// Indices of the programs in the group of program `index`.
+    fn members(self, group: Group, index: usize) -> Vec<usize> {
+        match (self, group) {
+            (Self::All(mesh), Group::World) => (0..(mesh.dp * mesh.pp) as usize).collect(),
+            (Self::All(mesh), Group::Data) => {
+                let dp = mesh.dp as usize;
+                (index / dp * dp..index / dp * dp + dp).collect()
+            }
+            (Self::FirstReplicas(mesh), Group::World) => (0..mesh.pp as usize).collect(),
+            (Self::FirstReplicas(_), Group::Data) => vec![index],
+        }
+    }
+
+    /// Index of a rank's program.
+    fn index(self, rank: Rank) -> usize {
+        match self {
+            Self::All(_) => rank.index(),
+            Self::FirstReplicas(mesh) => rank.index() / mesh.dp as usize,
+        }
+    }
+
+    /// The rank of a program.
+    fn rank(self, index: usize) -> Rank {
+        match self {
+            Self::All(_) => Rank(index as u32),
+            Self::FirstReplicas(mesh) => Rank(index as u32 * mesh.dp),
+        }
+    }
+}
+
 /// One rank's lanes while all ranks are run together.
 struct Cursor<'a> {
     instrs: &'a [Instr],
@@ -49,7 +89,7 @@ impl<'a> Cursor<'a> {
 /// # Errors
 /// A deadlock, or members of a group that disagree.
 pub(crate) fn run(
-    mesh: Mesh,
+    cast: Cast,
     programs: &[&Program],
     mut done: impl FnMut(&[(usize, InstrId)]),
 ) -> Result<(), VerifyError> {
@@ -59,7 +99,7 @@ pub(crate) fn run(
         for rank in 0..cursors.len() {
             for lane in Lane::ALL {
                 while let Some((id, true)) = cursors[rank].head(lane) {
-                    let together = advance(mesh, &mut cursors, rank, lane, id)?;
+                    let together = advance(cast, &mut cursors, rank, lane, id)?;
                     if together.is_empty() {
                         break;
                     }
@@ -76,7 +116,7 @@ pub(crate) fn run(
 
 /// Completes the instruction at the head of a lane if all who take part are there: they, by rank, or none.
 fn advance(
-    mesh: Mesh,
+    cast: Cast,
     cursors: &mut [Cursor<'_>],
     rank: usize,
     lane: Lane,
@@ -85,7 +125,7 @@ fn advance(
     let mut together = Vec::new();
     match cursors[rank].op(id) {
         Op::AllGather { group, .. } | Op::ReduceScatter { group, .. } => {
-            let members = members(mesh, *group, rank);
+            let members = cast.members(*group, rank);
             for &member in &members {
                 match cursors[member].head(lane) {
                     Some((_, false)) | None => return Ok(Vec::new()),
@@ -98,12 +138,13 @@ fn advance(
             members.into_iter().for_each(|m| cursors[m].complete(lane));
         }
         Op::Send { peer, .. } | Op::Recv { peer, .. } => {
-            let Some((theirs, other)) = partner(&cursors[peer.index()], Rank(rank as u32), cursors[rank].op(id)) else {
+            let peer = cast.index(*peer);
+            let Some((theirs, other)) = partner(&cursors[peer], cast.rank(rank), cursors[rank].op(id)) else {
                 return Ok(Vec::new());
             };
             cursors[rank].complete(lane);
-            cursors[peer.index()].complete(theirs);
-            together.extend([(rank, id), (peer.index(), other)]);
+            cursors[peer].complete(theirs);
+            together.extend([(rank, id), (peer, other)]);
         }
         _ => {
             cursors[rank].complete(lane);
@@ -125,15 +166,6 @@ fn partner(cursor: &Cursor<'_>, rank: Rank, op: &Op) -> Option<(Lane, InstrId)> 
         let (id, ready) = cursor.head(lane)?;
         Some((lane, id)).filter(|(_, id)| ready && other_side(id))
     })
-}
-
-/// Ranks of the group that `rank` is in.
-pub(crate) fn members(mesh: Mesh, group: Group, rank: usize) -> Vec<usize> {
-    let (dp, pp) = (mesh.dp as usize, mesh.pp as usize);
-    match group {
-        Group::World => (0..dp * pp).collect(),
-        Group::Data => (rank / dp * dp..rank / dp * dp + dp).collect(),
-    }
 }
 
 /// Kind, unit and length of a collective: what its members must agree on.

@@ -9,7 +9,7 @@
 use gpurun_types::{Bytes, Lane, Place, Rank};
 
 use crate::ir::{Instr, InstrId, Plan, Program, RankPlan, Region};
-use crate::rendezvous;
+use crate::rendezvous::{self, Cast};
 use crate::waits::{Clock, Clocks, Segments, knows};
 
 /// What is wrong with a plan.
@@ -86,8 +86,9 @@ pub fn verify(plan: &Plan) -> Result<(), VerifyError> {
         }
     }
     let programs = |pick: fn(&RankPlan) -> &Program| plan.ranks.iter().map(pick).collect::<Vec<_>>();
-    rendezvous::run(plan.options.mesh, &programs(|r| &r.train), |_| ())?;
-    rendezvous::run(plan.options.mesh, &programs(|r| &r.evaluate), |_| ())
+    let cast = Cast::All(plan.options.mesh);
+    rendezvous::run(cast, &programs(|r| &r.train), |_| ())?;
+    rendezvous::run(cast, &programs(|r| &r.evaluate), |_| ())
 }
 
 pub(crate) fn describe(instrs: &[Instr], id: InstrId) -> String {

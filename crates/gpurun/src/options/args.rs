@@ -7,7 +7,7 @@ use clap::{Args, ValueEnum};
 use gpurun_plan::{OffloadVia, Recompute};
 use gpurun_types::{Bytes, DType};
 
-use super::{Device, Offload, Schedule};
+use super::{Device, MicroBatch, Offload, Schedule};
 
 /// Options of `train`. Those that are absent come from the configuration file, and then from the defaults.
 // Negative numbers are let through to the checks, which say what is wrong with them. Clap takes -1e-3 for flags unless
@@ -36,9 +36,10 @@ pub struct TrainArgs {
     /// Tokens per sequence [default: 128]
     #[arg(long, value_name = "TOKENS", allow_negative_numbers = true, help_heading = "Batch and length")]
     pub seq_len: Option<usize>,
-    /// Sequences per micro-batch of a rank [default: the most up to 8 that divides the rank's share of a step]
-    #[arg(long, value_name = "SEQUENCES", allow_negative_numbers = true, help_heading = "Batch and length")]
-    pub micro_batch: Option<usize>,
+    /// Sequences per micro-batch of a rank, or `auto`: the most that fit --gpu-memory-limit [default: auto with a limit;
+    /// without one, the most up to 8 that divides the rank's share of a step]
+    #[arg(long, value_name = "SEQUENCES|auto", value_parser = micro_batch, allow_negative_numbers = true, help_heading = "Batch and length")]
+    pub micro_batch: Option<MicroBatch>,
     /// Sequences per step over all ranks [default: 24]
     #[arg(long, value_name = "SEQUENCES", allow_negative_numbers = true, help_heading = "Batch and length")]
     pub global_batch: Option<usize>,
@@ -190,6 +191,14 @@ fn adam_dtype() -> impl TypedValueParser<Value = DType> {
 
 fn zero() -> impl TypedValueParser<Value = u8> {
     PossibleValuesParser::new(["0", "1", "2", "3"]).map(|s| s.as_bytes()[0] - b'0')
+}
+
+/// A number of sequences, or `auto`.
+fn micro_batch(text: &str) -> Result<MicroBatch, String> {
+    match text {
+        "auto" => Ok(MicroBatch::Auto),
+        _ => text.parse().map(MicroBatch::Sequences).map_err(|_| "give a number of sequences, or auto".to_owned()),
+    }
 }
 
 /// `1500000000`, `512MiB`, `24GiB`, `1.5GB`.

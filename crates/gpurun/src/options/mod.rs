@@ -65,6 +65,15 @@ pub enum Offload {
     Optimizer,
 }
 
+/// What `--micro-batch` says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MicroBatch {
+    /// The most that fit the memory limit.
+    Auto,
+    /// So many sequences.
+    Sequences(usize),
+}
+
 /// Where the model runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -160,6 +169,9 @@ pub struct TrainOptions {
     pub resume: Option<Resume>,
     /// File of metrics, one JSON object a line.
     pub metrics: Option<PathBuf>,
+    /// Names of the options that were given, as flags spell them.
+    #[serde(skip)]
+    pub(crate) given: Vec<String>,
     /// Where each value was written, for errors that are found later.
     #[serde(skip)]
     pub(crate) origins: error::Origins,

@@ -11,7 +11,7 @@ use super::args::{TrainArgs, spelled};
 use super::config::{self, FileOptions};
 use super::error::{OptionsError, Origins};
 use super::model::{ModelChoice, ModelOptions};
-use super::{Device, Length, MicroBatches, Offload, Resume, Schedule, Tokenizer, TrainOptions};
+use super::{Device, Length, MicroBatch, MicroBatches, Offload, Resume, Schedule, Tokenizer, TrainOptions};
 
 /// Most sequences that a micro-batch gets when it is not given.
 const MICRO_BATCH: usize = 8;
@@ -44,6 +44,7 @@ impl TrainArgs {
         let given = self.given();
         let origins = Origins(origins.0.into_iter().filter(|(name, _)| !given.contains(name)).collect());
         let args = self.or(in_file);
+        let given = args.given();
         let check = Check { origins: &origins };
         let dropout = if args.dropout.is_some() { Dropout::Ignore } else { Dropout::Refuse };
         let model = ModelOptions::new(args.model.as_deref(), table, dropout, &origins)?;
@@ -61,7 +62,7 @@ impl TrainArgs {
             eval_data: args.eval_data,
             eval_every: Some(args.eval_every.unwrap_or(100)).filter(|n| *n > 0),
             seq_len: args.seq_len.unwrap_or(128),
-            micro_batch: args.micro_batch,
+            micro_batch: sequences(args.micro_batch),
             global_batch: args.global_batch.unwrap_or(GLOBAL_BATCH),
             length: args.epochs.map_or(Length::Steps(args.steps.unwrap_or(STEPS)), Length::Epochs),
             lr,
@@ -90,12 +91,20 @@ impl TrainArgs {
             keep: args.keep.unwrap_or(2),
             resume: args.resume.map(|r| if r == "auto" { Resume::Auto } else { Resume::From(r.into()) }),
             metrics: args.metrics,
+            given,
             origins,
         };
         if let Length::Steps(steps) = options.length {
             options.learning_rate(steps)?;
         }
         Ok(options)
+    }
+}
+
+fn sequences(micro_batch: Option<MicroBatch>) -> Option<usize> {
+    match micro_batch {
+        Some(MicroBatch::Sequences(n)) => Some(n),
+        Some(MicroBatch::Auto) | None => None,
     }
 }
 
@@ -132,7 +141,7 @@ impl Check<'_> {
         self.within("beta2", a.beta2, |x| (0.0..1.0).contains(&x), "from 0 up to but not 1, such as 0.95")?;
         self.within("offload-fraction", a.offload_fraction, |x| (0.0..=1.0).contains(&x), "from 0 to 1")?;
         self.at_least_one("seq-len", a.seq_len, "such as 128")?;
-        self.at_least_one("micro-batch", a.micro_batch, "such as 4")?;
+        self.at_least_one("micro-batch", sequences(a.micro_batch), "such as 4")?;
         self.at_least_one("global-batch", a.global_batch, "such as 24")?;
         self.at_least_one("threads", a.threads, "or leave it out")?;
         self.at_least_one("keep", a.keep, "or leave it out to keep 2")?;
@@ -172,6 +181,13 @@ impl Check<'_> {
             "has no effect but in fp16",
             fp16,
             "add --dtype fp16, or leave it out",
+        )?;
+        needs(
+            "micro-batch",
+            a.micro_batch == Some(MicroBatch::Auto),
+            "auto is the most that fits a limit, and there is none",
+            a.gpu_memory_limit.is_some(),
+            "add --gpu-memory-limit BYTES, or give a number",
         )?;
         let mend = "add --offload optimizer, or leave it out";
         needs("offload-via", a.offload_via.is_some(), no_offload, offload, mend)?;
@@ -272,6 +288,11 @@ impl TrainOptions {
         let share = batch / ranks;
         let sequences = self.micro_batch.unwrap_or_else(|| largest_divisor(share, MICRO_BATCH));
         Ok(MicroBatches { sequences, count: (share / sequences) as u32 })
+    }
+
+    /// True when the user gave this option, on the command line or in the file.
+    pub(crate) fn was_given(&self, name: &str) -> bool {
+        self.given.iter().any(|given| given == name)
     }
 
     /// Checks the sequence length against the longest that the model takes, if it is bounded.

@@ -163,6 +163,10 @@ fn numbers_out_of_range_are_named_with_the_way_out() {
         ("--beta2 NaN", "--beta2: NaN is out of range; give a number from 0 up to but not 1, such as 0.95"),
         ("--steps 0", "--steps: 0 is too few; give at least 1, such as 300"),
         ("--seq-len 0", "--seq-len: 0 is too few; give at least 1, such as 128"),
+        (
+            "--micro-batch auto",
+            "--micro-batch: auto is the most that fits a limit, and there is none; add --gpu-memory-limit BYTES, or give a number",
+        ),
         ("--micro-batch 0", "--micro-batch: 0 is too few; give at least 1, such as 4"),
         ("--global-batch 0", "--global-batch: 0 is too few; give at least 1, such as 24"),
         ("--threads 0", "--threads: 0 is too few; give at least 1, or leave it out"),

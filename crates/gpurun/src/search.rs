@@ -1,0 +1,99 @@
+//! `plan --search`: the settings that give the shortest step, by estimate, of those that fit.
+
+use gpurun_plan::{Machine, OffloadVia, Recompute, estimate_sketch};
+use gpurun_types::Bytes;
+use serde::Serialize;
+
+use crate::fit::{Planner, recompute_name};
+use crate::options::{Offload, TrainOptions};
+use crate::train::TrainError;
+
+/// A way to train, and what it costs.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(crate) struct Found {
+    /// The settings as flags.
+    pub(crate) flags: String,
+    pub(crate) step_seconds: f64,
+    pub(crate) tokens_per_second: f64,
+    pub(crate) device_peak_bytes: Bytes,
+    pub(crate) host_peak_bytes: Bytes,
+    #[serde(skip)]
+    pub(crate) options: TrainOptions,
+}
+
+/// Every plan that fits the limit, the shortest step first, then the least memory. Settings that the user gave stay; the
+/// others run over all their values.
+pub(crate) fn search(
+    planner: &Planner<'_>,
+    options: &TrainOptions,
+    machine: &Machine,
+) -> Result<Vec<Found>, TrainError> {
+    let mut found = Vec::new();
+    for candidate in candidates(planner, options)? {
+        // What cannot be planned is not listed.
+        let Ok((spec, sketch)) = planner.sketch(&candidate) else { continue };
+        let device_peak_bytes = sketch.largest().device_bytes;
+        if candidate.gpu_memory_limit.is_some_and(|limit| device_peak_bytes > limit) {
+            continue;
+        }
+        let step_seconds = estimate_sketch(&sketch, &spec, machine);
+        found.push(Found {
+            flags: flags(planner, &candidate)?,
+            step_seconds,
+            tokens_per_second: (candidate.global_batch * candidate.seq_len) as f64 / step_seconds,
+            device_peak_bytes,
+            host_peak_bytes: sketch.stages.iter().map(|s| s.host_bytes).max().unwrap_or_default(),
+            options: candidate,
+        });
+    }
+    found.sort_by(|a, b| a.step_seconds.total_cmp(&b.step_seconds).then(a.device_peak_bytes.cmp(&b.device_peak_bytes)));
+    Ok(found)
+}
+
+fn candidates(planner: &Planner<'_>, options: &TrainOptions) -> Result<Vec<TrainOptions>, TrainError> {
+    let free = |name: &str| !options.was_given(name);
+    let zero = if free("zero") && planner.world > 1 { vec![0, 1, 2, 3] } else { vec![options.zero] };
+    let recompute = match free("recompute") {
+        true => vec![Recompute::None, Recompute::Selective, Recompute::Full],
+        false => vec![options.recompute],
+    };
+    let offload = match free("offload") {
+        true => vec![
+            (Offload::None, OffloadVia::Host),
+            (Offload::Optimizer, OffloadVia::Host),
+            (Offload::Optimizer, OffloadVia::Stream),
+        ],
+        false => vec![(options.offload, options.offload_via)],
+    };
+    let micro_batch = match options.micro_batch {
+        None => planner.micro_batches(options)?,
+        Some(given) => vec![given],
+    };
+    let mut all = Vec::new();
+    for &zero in &zero {
+        for &recompute in &recompute {
+            for &(offload, offload_via) in &offload {
+                all.extend(micro_batch.iter().map(|n| TrainOptions {
+                    zero,
+                    recompute,
+                    offload,
+                    offload_via,
+                    micro_batch: Some(*n),
+                    ..options.clone()
+                }));
+            }
+        }
+    }
+    Ok(all)
+}
+
+fn flags(planner: &Planner<'_>, o: &TrainOptions) -> Result<String, TrainError> {
+    let micro = o.micro_batches(planner.world)?;
+    let mut text =
+        format!("--zero {} --recompute {} --micro-batch {}", o.zero, recompute_name(o.recompute), micro.sequences);
+    if o.offload == Offload::Optimizer {
+        let via = if o.offload_via == OffloadVia::Host { "host" } else { "stream" };
+        text.push_str(&format!(" --offload optimizer --offload-via {via}"));
+    }
+    Ok(text)
+}
