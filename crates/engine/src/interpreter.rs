@@ -10,7 +10,9 @@ use gpurun_device::{
     AdamRun, AdamW, Backend, DeviceError, LossScaling, Mark, NormRun, RoundingKey, ScalarSlot, StepScalars,
 };
 use gpurun_model::{BatchShape, Cx, Mode, Model};
-use gpurun_plan::{InstrId, Micro, ModelSpec, Op, PassIo, Program, RankPlan, Region, UnitId, param_starts};
+use gpurun_plan::{
+    AdamPart, InstrId, Micro, ModelSpec, NormPart, Op, PassIo, Program, RankPlan, Region, UnitId, param_starts,
+};
 use gpurun_types::{ArenaId, DType, Lane, Place, Rank, View};
 
 use crate::describe::Owners;
@@ -252,14 +254,14 @@ impl Machine {
             }
             Op::Send { peer, src, .. } => self.links.peers().send(peer.index(), self.view(*src))?,
             Op::Recv { peer, dst, .. } => self.links.peers().recv(peer.index(), self.view(*dst))?,
-            Op::Norm { src, dst, .. } => {
-                let run = NormRun { src: self.view(*src), partial: self.view(*dst) };
-                self.backend.norm_partial(lane, &[run])?;
+            Op::Norm { parts } => {
+                let run = |part: &NormPart| NormRun { src: self.view(part.src), partial: self.view(part.dst) };
+                self.backend.norm_partial(lane, &parts.iter().map(run).collect::<Vec<_>>())?;
             }
             Op::Scalars { partials, row, units, learning_rate, scalars } => {
                 self.step_scalars(lane, *partials, *row, *units, *learning_rate, *scalars)?;
             }
-            Op::Adam { .. } => self.adam(lane, op)?,
+            Op::Adam { parts, scalars, .. } => self.adam(lane, parts, *scalars)?,
             Op::Copy { src, dst, .. } => self.backend.copy(lane, self.view(*src), self.view(*dst))?,
         }
         Ok(())
@@ -291,30 +293,30 @@ impl Machine {
         )
     }
 
-    /// Runs Adam on each stretch of the region that shares one weight decay.
-    fn adam(&self, lane: Lane, op: &Op) -> Result<(), DeviceError> {
-        let Op::Adam { unit, first, grad, master, m, v, weight, scalars, .. } = op else {
-            unreachable!("called for Adam only")
-        };
-        let [grad, master, m, v, scalars] = [*grad, *master, *m, *v, *scalars].map(|r| self.view(r));
-        let weight = weight.map(|r| self.view(r));
-        let runs: Vec<AdamRun> = decay_runs(self.own_params(*unit), *first, *first + master.len)
-            .into_iter()
-            .map(|(start, end, decay)| {
-                let cut = |view: View| view.slice(start - first, end - start);
-                AdamRun {
-                    master: cut(master),
-                    m: cut(m),
-                    v: cut(v),
-                    grad: cut(grad),
-                    weight: weight.map(cut),
-                    weight_decay: if decay { self.adam.weight_decay } else { 0.0 },
-                    rounding: RoundingKey::new(self.adam.seed, unit.0, start as u64),
-                }
-            })
-            .collect();
+    fn adam(&self, lane: Lane, parts: &[AdamPart], scalars: Region) -> Result<(), DeviceError> {
+        let runs: Vec<AdamRun> = parts.iter().flat_map(|part| self.adam_runs(part)).collect();
         let AdamOptions { beta1, beta2, eps, .. } = self.adam;
-        self.backend.adamw(lane, &AdamW { runs: &runs, scalars, beta1, beta2, eps })
+        self.backend.adamw(lane, &AdamW { runs: &runs, scalars: self.view(scalars), beta1, beta2, eps })
+    }
+
+    /// The stretches of a unit's part that share one weight decay.
+    fn adam_runs(&self, part: &AdamPart) -> Vec<AdamRun> {
+        let AdamPart { unit, first, .. } = *part;
+        let [grad, master, m, v] = [part.grad, part.master, part.m, part.v].map(|r| self.view(r));
+        let weight = part.weight.map(|r| self.view(r));
+        let run = |(start, end, decay): (usize, usize, bool)| {
+            let cut = |view: View| view.slice(start - first, end - start);
+            AdamRun {
+                master: cut(master),
+                m: cut(m),
+                v: cut(v),
+                grad: cut(grad),
+                weight: weight.map(cut),
+                weight_decay: if decay { self.adam.weight_decay } else { 0.0 },
+                rounding: RoundingKey::new(self.adam.seed, unit.0, start as u64),
+            }
+        };
+        decay_runs(self.own_params(unit), first, first + master.len).into_iter().map(run).collect()
     }
 
     /// Where a sampling pass finds its logits: the head of the loss unit's scratch tensor of that name.

@@ -73,7 +73,11 @@ impl Op {
             }
             Self::Send { src, .. } => a.reads.push(*src),
             Self::Recv { dst, .. } => a.writes.push(*dst),
-            Self::Norm { src, dst, .. } | Self::Copy { src, dst, .. } => {
+            Self::Norm { parts } => {
+                a.reads.extend(parts.iter().map(|p| p.src));
+                a.writes.extend(parts.iter().map(|p| p.dst));
+            }
+            Self::Copy { src, dst, .. } => {
                 a.reads.push(*src);
                 a.writes.push(*dst);
             }
@@ -81,10 +85,13 @@ impl Op {
                 a.reads.extend([*partials, *learning_rate]);
                 a.both(*scalars);
             }
-            Self::Adam { grad, master, m, v, weight, scalars, .. } => {
-                a.reads.extend([*grad, *scalars]);
-                [*master, *m, *v].into_iter().for_each(|r| a.both(r));
-                a.writes.extend(weight);
+            Self::Adam { parts, scalars, .. } => {
+                a.reads.push(*scalars);
+                for part in parts {
+                    a.reads.push(part.grad);
+                    [part.master, part.m, part.v].into_iter().for_each(|r| a.both(r));
+                    a.writes.extend(part.weight);
+                }
             }
         }
         a

@@ -119,6 +119,36 @@ pub struct PassIo {
     pub scalars: Option<Region>,
 }
 
+/// One unit's part of [`Op::Norm`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NormPart {
+    /// The unit.
+    pub unit: UnitId,
+    /// fp32 gradients.
+    pub src: Region,
+    /// fp64 `[1]`.
+    pub dst: Region,
+}
+
+/// One unit's part of [`Op::Adam`]: its shard, or the whole.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AdamPart {
+    /// The unit.
+    pub unit: UnitId,
+    /// First element of the unit's flat buffer that the regions cover: where parameters' bounds are counted from.
+    pub first: usize,
+    /// fp32 gradients.
+    pub grad: Region,
+    /// fp32 master weights; equal to `weight` when weights are fp32.
+    pub master: Region,
+    /// First moment.
+    pub m: Region,
+    /// Second moment.
+    pub v: Region,
+    /// Weights in compute precision; `None` when the master is the weight.
+    pub weight: Option<Region>,
+}
+
 /// What to do.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "op")]
@@ -210,14 +240,10 @@ pub enum Op {
         /// Where to.
         dst: Region,
     },
-    /// Sum of squares of a gradient shard.
+    /// Sums of squares of gradient shards, each by itself. Many at once are few launches.
     Norm {
-        /// The unit.
-        unit: UnitId,
-        /// fp32 gradients.
-        src: Region,
-        /// fp64 `[1]`.
-        dst: Region,
+        /// The units' parts.
+        parts: Vec<NormPart>,
     },
     /// Clip factor, skip decision, bias corrections, loss scale.
     Scalars {
@@ -232,22 +258,10 @@ pub enum Op {
         /// fp32 scalar state.
         scalars: Region,
     },
-    /// AdamW on one unit's shard (or whole).
+    /// AdamW on units' shards (or wholes): of one unit where others wait for it, else of many, which are few launches.
     Adam {
-        /// The unit.
-        unit: UnitId,
-        /// First element of the unit's flat buffer that the regions cover: where parameters' bounds are counted from.
-        first: usize,
-        /// fp32 gradients.
-        grad: Region,
-        /// fp32 master weights; equal to `weight` when weights are fp32.
-        master: Region,
-        /// First moment.
-        m: Region,
-        /// Second moment.
-        v: Region,
-        /// Weights in compute precision; `None` when the master is the weight.
-        weight: Option<Region>,
+        /// The units' parts.
+        parts: Vec<AdamPart>,
         /// fp32 scalar state.
         scalars: Region,
         /// Where it runs.

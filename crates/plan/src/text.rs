@@ -30,6 +30,10 @@ impl Op {
     #[must_use]
     pub fn label(&self, spec: &ModelSpec) -> String {
         let name = |unit: &UnitId| spec.units[unit.0 as usize].name.as_str();
+        let names = |units: &mut dyn ExactSizeIterator<Item = UnitId>| match (units.len(), units.next()) {
+            (1, Some(one)) => name(&one).to_owned(),
+            (count, _) => format!("{count} units"),
+        };
         match self {
             Self::LoadBatch { micro, .. } => format!("load batch, micro-batch {}", micro.0),
             Self::Zero { .. } => "zero gradients".to_owned(),
@@ -43,9 +47,9 @@ impl Op {
             Self::AllGather { unit: None, .. } => "all-gather norms and losses".to_owned(),
             Self::Send { peer, micro, .. } => format!("send micro-batch {} to {peer}", micro.0),
             Self::Recv { peer, micro, .. } => format!("receive micro-batch {} from {peer}", micro.0),
-            Self::Norm { unit, .. } => format!("gradient norm of {}", name(unit)),
+            Self::Norm { parts } => format!("gradient norm of {}", names(&mut parts.iter().map(|p| p.unit))),
             Self::Scalars { .. } => "global norm and loss scale".to_owned(),
-            Self::Adam { unit, .. } => format!("adam {}", name(unit)),
+            Self::Adam { parts, .. } => format!("adam {}", names(&mut parts.iter().map(|p| p.unit))),
             Self::Copy { unit, .. } => format!("copy {}", name(unit)),
         }
     }
@@ -92,17 +96,33 @@ impl Listing<'_> {
             Op::ReduceScatter { src, dst, accumulate, .. } => {
                 write!(f, "{} {} {}", name(src), if *accumulate { "+=>" } else { "->" }, name(dst))
             }
-            Op::AllGather { src, dst, .. } | Op::Norm { src, dst, .. } | Op::Copy { src, dst, .. } => {
-                write!(f, "{} -> {}", name(src), name(dst))
+            Op::AllGather { src, dst, .. } | Op::Copy { src, dst, .. } => write!(f, "{} -> {}", name(src), name(dst)),
+            Op::Norm { parts } => {
+                self.list(f, parts, |f, part| write!(f, "{} -> {}", name(&part.src), name(&part.dst)))
             }
             Op::Send { peer, src, .. } => write!(f, "{} to {peer}", name(src)),
             Op::Recv { peer, dst, .. } => write!(f, "{} from {peer}", name(dst)),
             Op::Scalars { partials, scalars, .. } => write!(f, "{} -> {}", name(partials), name(scalars)),
-            Op::Adam { grad, master, weight, .. } => {
-                write!(f, "{} -> {}", name(grad), name(master))?;
-                weight.as_ref().map_or(Ok(()), |w| write!(f, ", {}", name(w)))
-            }
+            Op::Adam { parts, .. } => self.list(f, parts, |f, part| {
+                write!(f, "{} -> {}", name(&part.grad), name(&part.master))?;
+                part.weight.as_ref().map_or(Ok(()), |w| write!(f, ", {}", name(w)))
+            }),
         }
+    }
+
+    fn list<T>(
+        &self,
+        f: &mut fmt::Formatter<'_>,
+        parts: &[T],
+        write: impl Fn(&mut fmt::Formatter<'_>, &T) -> fmt::Result,
+    ) -> fmt::Result {
+        for (index, part) in parts.iter().enumerate() {
+            if index > 0 {
+                f.write_str("; ")?;
+            }
+            write(f, part)?;
+        }
+        Ok(())
     }
 
     fn pass(&self, f: &mut fmt::Formatter<'_>, micro: u32, io: &PassIo) -> fmt::Result {

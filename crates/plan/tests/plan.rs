@@ -179,6 +179,29 @@ fn moments_in_bf16_take_half_the_bytes_everywhere() {
 }
 
 #[test]
+fn adam_is_one_instruction_where_nothing_waits_for_one_unit() {
+    let _limit = testkit::time_limit(20);
+    let spec = chain(&[100, 200, 300, 400], true, DType::Bf16);
+    let parts = |o: &PlanOptions| -> (Vec<usize>, Vec<usize>) {
+        let plan = Plan::build(&spec, o).expect("legal");
+        let instrs = &plan.ranks[0].train.instrs;
+        let of = |pick: fn(&Op) -> Option<usize>| instrs.iter().filter_map(|i| pick(&i.op)).collect();
+        let norms = of(|op| if let Op::Norm { parts } = op { Some(parts.len()) } else { None });
+        (norms, of(|op| if let Op::Adam { parts, .. } = op { Some(parts.len()) } else { None }))
+    };
+    // Alone, and with gathers just before use; else each unit's weights or gradients travel while the next one is stepped.
+    for (dp, stage, adam) in
+        [(1, 0, vec![4]), (2, 3, vec![4]), (2, 0, vec![1; 4]), (2, 1, vec![1; 4]), (2, 2, vec![1; 4])]
+    {
+        assert_eq!(parts(&options(dp, stage, 1)), (vec![4], adam), "{dp} ranks, stage {stage}");
+    }
+    for via in [OffloadVia::Host, OffloadVia::Stream] {
+        let half = PlanOptions { offload_fraction: 0.5, ..offloaded(options(1, 0, 1), via) };
+        assert_eq!(parts(&half), (vec![4], vec![2, 1, 1]), "{via:?}");
+    }
+}
+
+#[test]
 fn volumes_follow_the_zero_paper() {
     let _limit = testkit::time_limit(20);
     let spec = chain(&[4096 - 8; 6], false, DType::Bf16);

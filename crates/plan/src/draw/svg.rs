@@ -244,8 +244,8 @@ fn short<'a>(op: &'a Op, spec: &'a ModelSpec) -> &'a str {
         | Op::Backward { unit, .. }
         | Op::ReduceScatter { unit, .. }
         | Op::AllGather { unit: Some(unit), .. }
-        | Op::Adam { unit, .. }
         | Op::Copy { unit, .. } => &spec.units[unit.0 as usize].name,
+        Op::Adam { parts, .. } if parts.len() == 1 => &spec.units[parts[0].unit.0 as usize].name,
         _ => op.name(),
     }
 }

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use gpurun_types::{DType, Lane, Place};
 
 use crate::build::Builder;
-use crate::ir::{Group, Kind, Op, Region};
+use crate::ir::{Group, Kind, NormPart, Op, Region};
 use crate::spec::UnitId;
 use crate::steps::Step;
 
@@ -119,11 +119,11 @@ impl Gradients {
     pub(crate) fn finish(&mut self, b: &mut Builder<'_>) {
         self.reduce_pending(b);
         let row = b.row();
-        for unit in (0..b.spec.units.len() as u32).rev().map(UnitId) {
+        let parts = (0..b.spec.units.len() as u32).map(UnitId).map(|unit| {
             let start = b.partials.start + b.replica * row + unit.0 as usize;
-            let dst = Region { start, len: 1, ..b.partials };
-            b.emit(Lane::Compute, Op::Norm { unit, src: self.shards[&unit], dst });
-        }
+            NormPart { unit, src: self.shards[&unit], dst: Region { start, len: 1, ..b.partials } }
+        });
+        b.emit(Lane::Compute, Op::Norm { parts: parts.collect() });
         b.gather_scalars(b.partials, row);
         let (partials, learning_rate, scalars) = (b.partials, b.learning_rate, b.scalars);
         let units = b.spec.units.len();

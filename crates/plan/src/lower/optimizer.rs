@@ -4,7 +4,7 @@ use gpurun_types::{DType, Lane, Place};
 
 use super::gradients::Gradients;
 use crate::build::Builder;
-use crate::ir::{Group, Kind, Op, Region, UnitHome};
+use crate::ir::{AdamPart, Group, Kind, Op, Region, UnitHome};
 use crate::spec::{OffloadVia, UnitId};
 
 /// Master weights and moments of one unit, and how its weights get their new values.
@@ -27,11 +27,21 @@ struct State {
 pub(crate) fn lower(b: &mut Builder<'_>, gradients: &Gradients) -> Vec<UnitHome> {
     let states: Vec<State> = (0..b.spec.units.len() as u32).map(|u| state(b, UnitId(u))).collect();
     let host_scalars = host_scalars(b, &states);
+    // Nothing of the group waits for one unit alone: then all that is on the device is one instruction.
+    let together = b.dp == 1 || b.shards_params();
+    let mut parts: Vec<AdamPart> = Vec::new();
     let mut streamed: Vec<Streamed> = Vec::new();
     for (index, state) in states.iter().enumerate() {
         let grad = gradients.for_adam(b, state.unit);
         match (state.place, b.options.offload_via) {
-            (Place::Device, _) => on_device(b, state, grad),
+            (Place::Device, _) => {
+                parts.push(part(b, state, grad));
+                let more = states.get(index + 1).is_some_and(|n| n.place == Place::Device);
+                if !together || !more {
+                    let (parts, scalars) = (std::mem::take(&mut parts), b.scalars);
+                    b.emit(Lane::Compute, Op::Adam { parts, scalars, place: Place::Device });
+                }
+            }
             (Place::Host, OffloadVia::Host) => {
                 let scalars = host_scalars.expect("made when any state is on the host");
                 on_host(b, state, grad, scalars);
@@ -100,10 +110,10 @@ fn separate(b: &Builder<'_>, state: &State) -> Option<Region> {
     (b.options.dtype != DType::F32).then_some(state.weight)
 }
 
-fn on_device(b: &mut Builder<'_>, s: &State, grad: Region) {
-    let (weight, scalars) = (separate(b, s), b.scalars);
+/// A unit's state where it lives, with the weights that the device computes with.
+fn part(b: &Builder<'_>, s: &State, grad: Region) -> AdamPart {
     let (unit, first, master, m, v) = (s.unit, s.first, s.master, s.m, s.v);
-    b.emit(Lane::Compute, Op::Adam { unit, first, grad, master, m, v, weight, scalars, place: Place::Device });
+    AdamPart { unit, first, grad, master, m, v, weight: separate(b, s) }
 }
 
 /// Gradient down, step, weights up.
@@ -111,10 +121,10 @@ fn on_host(b: &mut Builder<'_>, s: &State, grad: Region, scalars: Region) {
     let name = format!("{}/gradient on the host", b.spec.units[s.unit.0 as usize].name);
     let down = b.transient(name, Kind::Gradients, Place::Host, grad.len, DType::F32);
     b.emit(Lane::CopyOut, Op::Copy { unit: s.unit, src: grad, dst: down });
-    let (unit, first, master, m, v) = (s.unit, s.first, s.master, s.m, s.v);
-    let (weight, place) = (s.host_weight, Place::Host);
-    b.emit(Lane::Host, Op::Adam { unit, first, grad: down, master, m, v, weight, scalars, place });
-    b.emit(Lane::CopyIn, Op::Copy { unit, src: weight.unwrap_or(master), dst: s.weight });
+    let part = AdamPart { weight: s.host_weight, ..part(b, s, down) };
+    b.emit(Lane::Host, Op::Adam { parts: vec![part], scalars, place: Place::Host });
+    let src = s.host_weight.unwrap_or(s.master);
+    b.emit(Lane::CopyIn, Op::Copy { unit: s.unit, src, dst: s.weight });
 }
 
 /// State of one unit in a device slot.
@@ -139,8 +149,9 @@ fn fetch(b: &mut Builder<'_>, s: &State) -> Streamed {
 
 fn step_streamed(b: &mut Builder<'_>, s: &State, slot: Streamed, grad: Region) {
     let Streamed { master, m, v } = slot;
-    let (weight, scalars, unit, first) = (separate(b, s), b.scalars, s.unit, s.first);
-    b.emit(Lane::Compute, Op::Adam { unit, first, grad, master, m, v, weight, scalars, place: Place::Device });
+    let (scalars, unit) = (b.scalars, s.unit);
+    let part = AdamPart { master, m, v, ..part(b, s, grad) };
+    b.emit(Lane::Compute, Op::Adam { parts: vec![part], scalars, place: Place::Device });
     for (src, dst) in [(master, s.master), (m, s.m), (v, s.v)] {
         if src != dst {
             b.emit(Lane::CopyOut, Op::Copy { unit, src, dst });
