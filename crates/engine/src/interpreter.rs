@@ -17,7 +17,7 @@ use gpurun_types::{ArenaId, DType, Lane, Place, Rank, View};
 
 use crate::describe::Owners;
 use crate::error::{At, EngineError};
-use crate::network::Links;
+use crate::network::{Links, message_index};
 
 /// Hyper-parameters of the optimizer that do not change within a run.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -252,8 +252,15 @@ impl Machine {
             Op::AllGather { group, src, dst, .. } => {
                 self.links.group(*group, lane).all_gather(self.view(*src), self.view(*dst))?;
             }
-            Op::Send { peer, src, .. } => self.links.peers().send(peer.index(), self.view(*src))?,
-            Op::Recv { peer, dst, .. } => self.links.peers().recv(peer.index(), self.view(*dst))?,
+            Op::Send { peer, src, .. } => {
+                let rank = self.plan.rank;
+                self.links.messages(rank, *peer).send(message_index(*peer, rank), self.view(*src))?;
+            }
+            Op::Recv { peer, dst, .. } => {
+                let rank = self.plan.rank;
+                self.links.messages(*peer, rank).recv(message_index(*peer, rank), self.view(*dst))?;
+            }
+            Op::Add { src, dst, .. } => self.backend.add_assign(lane, self.view(*src), self.view(*dst))?,
             Op::Norm { parts } => {
                 let run = |part: &NormPart| NormRun { src: self.view(part.src), partial: self.view(part.dst) };
                 self.backend.norm_partial(lane, &parts.iter().map(run).collect::<Vec<_>>())?;

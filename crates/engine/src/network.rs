@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use gpurun_comm::{CommError, Communicator};
-use gpurun_plan::{Group, Mesh};
+use gpurun_plan::{Group, Mesh, Op, RankPlan};
 use gpurun_types::{Lane, Rank};
 
 /// Makes communicators. Every rank asks for the same ones in the same order.
@@ -16,13 +16,18 @@ pub trait Network: Send + Sync {
 /// The communicators that a plan can name.
 pub struct Links {
     by_lane: BTreeMap<(Group, Lane), Arc<dyn Communicator>>,
-    peers: Option<Arc<dyn Communicator>>,
+    /// Messages, by sender and receiver. Each way has a communicator of its own, so that each is used by one lane.
+    messages: BTreeMap<(Rank, Rank), Arc<dyn Communicator>>,
 }
+
+/// First channel of messages: collectives have those below.
+const MESSAGES: u32 = 4;
 
 impl Links {
     /// Opens what the plan of `rank` needs: collectives of the data-parallel group and of the world on each lane that has
-    /// them, and one communicator for messages between stages.
-    pub fn open(network: &dyn Network, mesh: Mesh, rank: Rank) -> Result<Self, CommError> {
+    /// them, and one communicator of two for each rank that it sends to, or receives from.
+    pub fn open(network: &dyn Network, mesh: Mesh, plan: &RankPlan) -> Result<Self, CommError> {
+        let rank = plan.rank;
         let world: Vec<Rank> = (0..mesh.dp * mesh.pp).map(Rank).collect();
         let first = rank.0 / mesh.dp * mesh.dp;
         let data: Vec<Rank> = (first..first + mesh.dp).map(Rank).collect();
@@ -37,8 +42,24 @@ impl Links {
                 channel += 1;
             }
         }
-        let peers = if mesh.pp > 1 { Some(network.communicator(channel, &world)?) } else { None };
-        Ok(Self { by_lane, peers })
+        debug_assert_eq!(channel, MESSAGES);
+        let mut links: Vec<(Rank, Rank)> = Vec::new();
+        for instr in plan.train.instrs.iter().chain(&plan.evaluate.instrs) {
+            match instr.op {
+                Op::Send { peer, .. } => links.push((rank, peer)),
+                Op::Recv { peer, .. } => links.push((peer, rank)),
+                _ => {}
+            }
+        }
+        // Both ends see the same links of theirs in the same order, lower stages first.
+        links.sort_unstable_by_key(|(from, to)| (from.min(to).0, from.max(to).0, from.0));
+        links.dedup();
+        let mut messages = BTreeMap::new();
+        for (from, to) in links {
+            let members = [from.min(to), from.max(to)];
+            messages.insert((from, to), network.communicator(message_channel(mesh, from, to), &members)?);
+        }
+        Ok(Self { by_lane, messages })
     }
 
     /// The communicator of a group on a lane.
@@ -52,18 +73,31 @@ impl Links {
             .as_ref()
     }
 
-    /// The communicator for messages between stages; a peer's index is its rank.
+    /// The communicator for messages from one rank to another.
     ///
     /// # Panics
-    /// When the plan has one stage and sends all the same: a bug of the plan.
-    pub fn peers(&self) -> &dyn Communicator {
-        self.peers.as_deref().expect("a plan with one stage has no sends or receives")
+    /// When the plan that was opened has no such message: a bug of the plan.
+    pub fn messages(&self, from: Rank, to: Rank) -> &dyn Communicator {
+        self.messages.get(&(from, to)).unwrap_or_else(|| panic!("no communicator from {from} to {to}")).as_ref()
     }
 
     /// Makes every wait of every member fail.
     pub fn abort(&self, reason: &str) {
-        for link in self.by_lane.values().chain(&self.peers) {
+        for link in self.by_lane.values().chain(self.messages.values()) {
             link.abort(reason);
         }
     }
+}
+
+/// Channel of the messages from one rank to another. Pairs that share a channel must not overlap: neighbouring stages take
+/// turns by where the pair begins, and all other pairs that plans have (the ends of the pipeline) are one for each replica.
+fn message_channel(mesh: Mesh, from: Rank, to: Rank) -> u32 {
+    let (a, b) = (from.0 / mesh.dp, to.0 / mesh.dp);
+    let pair = if a.abs_diff(b) == 1 { a.min(b) % 2 } else { 2 };
+    MESSAGES + 2 * pair + u32::from(a < b)
+}
+
+/// Index in a communicator of messages: members are in the order of their ranks.
+pub(crate) fn message_index(of: Rank, other: Rank) -> usize {
+    usize::from(of > other)
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use gpurun_comm::CommError;
 use gpurun_device::{Backend, DeviceError, ScalarSlot};
 use gpurun_model::{BatchShape, Model, init};
-use gpurun_plan::{MemoryItem, Plan, PlanOptions, Program, Region, UnitHome, memory_report};
+use gpurun_plan::{MemoryItem, Plan, PlanOptions, Program, Region, UnitId, memory_report};
 use gpurun_types::{Bytes, DType, Rank, View};
 use half::{bf16, f16};
 
@@ -102,7 +102,7 @@ impl Session {
         {
             return Err(EngineError::OverLimit { what: "device memory", needed: plan.device_bytes, limit });
         }
-        let links = Links::open(network, options.plan.mesh, rank)
+        let links = Links::open(network, options.plan.mesh, &plan)
             .map_err(|source| EngineError::Control { what: "connecting the ranks", source })?;
         let (shape, dtype, adam) = (options.shape, options.plan.dtype, options.adam);
         let machine = Arc::new(Machine::new(backend, model, spec, plan, links, shape, dtype, adam)?);
@@ -192,17 +192,21 @@ impl Session {
         mut read: impl FnMut(usize, usize, usize, &mut [f32]) -> Result<(), EngineError>,
     ) -> Result<(), EngineError> {
         let mut buffer = vec![0.0; CHUNK];
-        for home in &self.machine.plan.homes {
+        let plan = &self.machine.plan;
+        let homes = plan.homes.iter().map(|home| {
             let (weight, master) = (home.weight, home.master);
             // With fp32 weights both name the same memory, perhaps of different extent; the wider one is filled.
-            let targets: &[(Region, usize)] =
-                if weight.0.buffer == master.0.buffer { &[weight] } else { &[weight, master] };
-            for &(region, first) in targets {
-                self.each_piece(home, region, first, |position, start, piece| {
+            let targets = if weight.0.buffer == master.0.buffer { vec![weight] } else { vec![weight, master] };
+            (home.unit, targets)
+        });
+        let replicas = plan.replicas.iter().map(|replica| (replica.unit, vec![replica.weight]));
+        for (unit, targets) in homes.chain(replicas) {
+            for (region, first) in targets {
+                self.each_piece(unit, region, first, |position, start, piece| {
                     let mut done = 0;
                     while done < piece.len {
                         let len = CHUNK.min(piece.len - done);
-                        read(home.unit.0 as usize, position, start + done, &mut buffer[..len])?;
+                        read(unit.0 as usize, position, start + done, &mut buffer[..len])?;
                         let part = Region { start: piece.start + done, len, ..piece };
                         self.write_f32(&buffer[..len], part)?;
                         done += len;
@@ -217,13 +221,13 @@ impl Session {
     /// Calls `body(param, first element within it, region)` for each parameter that `region` overlaps.
     fn each_piece(
         &self,
-        home: &UnitHome,
+        unit: UnitId,
         region: Region,
         first: usize,
         mut body: impl FnMut(usize, usize, Region) -> Result<(), EngineError>,
     ) -> Result<(), EngineError> {
         let end = first + region.len;
-        for (position, &(start, len, _)) in self.machine.own_params(home.unit).iter().enumerate() {
+        for (position, &(start, len, _)) in self.machine.own_params(unit).iter().enumerate() {
             let (from, to) = (start.max(first), (start + len).min(end));
             if from < to {
                 let piece = Region { start: region.start + from - first, len: to - from, ..region };
@@ -244,7 +248,7 @@ impl Session {
             let (from, to) = (shard.start.max(first), shard.end.min(first + master.len));
             for (state, region) in State::ALL.into_iter().zip([master, home.m, home.v]) {
                 let mine = Region { start: region.start + from - first, len: to - from, ..region };
-                let pieces = self.each_piece(home, mine, from, |position, start, region| {
+                let pieces = self.each_piece(home.unit, mine, from, |position, start, region| {
                     let name = self.machine.spec.units[home.unit.0 as usize].params[position].name.clone();
                     all.push(Stretch { name, state, start, region });
                     Ok(())
@@ -267,7 +271,7 @@ impl Session {
         let mut buffer = vec![0.0; CHUNK];
         for home in &self.machine.plan.homes {
             for (state, region) in [(State::M, home.m), (State::V, home.v)] {
-                self.each_piece(home, region, home.master.1, |position, start, piece| {
+                self.each_piece(home.unit, region, home.master.1, |position, start, piece| {
                     let name = &spec.units[home.unit.0 as usize].params[position].name;
                     let mut done = 0;
                     while done < piece.len {

@@ -5,55 +5,9 @@
 
 mod common;
 
-use common::{Case, Outcome, bits, distance};
-use gpurun_model::ModelConfig;
+use common::{Case, assert_near, assert_same_bits, distance, gpt2, llama};
 use gpurun_plan::{OffloadVia, Recompute};
 use gpurun_types::DType;
-
-fn gpt2() -> ModelConfig {
-    ModelConfig {
-        layers: 2,
-        width: 16,
-        heads: 2,
-        head_dim: 8,
-        kv_heads: 2,
-        ff: 40,
-        vocabulary: 29,
-        context: common::SEQ,
-        ..ModelConfig::preset("tiny").expect("tiny is a preset")
-    }
-}
-
-fn llama() -> ModelConfig {
-    ModelConfig {
-        layers: 3,
-        width: 16,
-        heads: 4,
-        head_dim: 4,
-        kv_heads: 2,
-        ff: 24,
-        vocabulary: 31,
-        context: 2 * common::SEQ,
-        ..ModelConfig::preset("llama-1b").expect("llama-1b is a preset")
-    }
-}
-
-fn assert_same_bits(a: &Outcome, b: &Outcome, what: &str) {
-    assert_eq!(a.losses, b.losses, "{what}: losses");
-    assert_eq!(bits(&a.norms), bits(&b.norms), "{what}: gradient norms");
-    for (key, values) in &a.state {
-        let same = values.iter().zip(&b.state[key]).all(|(x, y)| x.to_bits() == y.to_bits());
-        assert!(same, "{what}: {key:?} differs");
-    }
-}
-
-fn assert_near(a: &Outcome, b: &Outcome, tolerance: f64, what: &str) {
-    let worst = distance(a, b);
-    assert!(worst < tolerance, "{what}: state differs by {worst:e}, more than {tolerance:e}");
-    for (x, y) in a.losses.iter().zip(&b.losses) {
-        assert!((x - y).abs() < tolerance * y.abs(), "{what}: losses {x} and {y}");
-    }
-}
 
 #[test]
 fn training_changes_the_weights_and_lowers_the_loss() {

@@ -14,7 +14,7 @@ use gpurun_engine::{
     TrainSettings, Trainer,
 };
 use gpurun_model::{BatchShape, Model, ModelError};
-use gpurun_plan::{Mesh, PlanOptions, Policy};
+use gpurun_plan::{Mesh, PlanOptions, Policy, Schedule};
 use gpurun_types::{Place, Rank};
 
 use crate::corpus;
@@ -302,6 +302,7 @@ pub(crate) fn plan_options(options: &TrainOptions, world: u32) -> Result<PlanOpt
         offload_via: options.offload_via,
         offload_fraction: options.offload_fraction,
         recompute: options.recompute,
+        schedule: Schedule::OneFOneB,
     })
 }
 

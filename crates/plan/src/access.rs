@@ -71,6 +71,10 @@ impl Op {
                 a.reads.push(*src);
                 a.writes.extend(outside(*dst, *src));
             }
+            Self::Add { src, dst, .. } => {
+                a.reads.push(*src);
+                a.both(*dst);
+            }
             Self::Send { src, .. } => a.reads.push(*src),
             Self::Recv { dst, .. } => a.writes.push(*dst),
             Self::Norm { parts } => {
@@ -109,6 +113,7 @@ impl Op {
             Self::Backward { .. } => "backward",
             Self::ReduceScatter { .. } => "reduce-scatter",
             Self::AllGather { .. } => "all-gather",
+            Self::Add { .. } => "add",
             Self::Send { .. } => "send",
             Self::Recv { .. } => "recv",
             Self::Norm { .. } => "norm",

@@ -6,7 +6,8 @@ use crate::error::PlanError;
 use crate::ir::{Buffer, BufferId, Group, Instr, Kind, Op, Plan, Program, RankPlan, Region, UnitHome};
 use crate::lower::{self, Lowered};
 use crate::spec::{FlatLayout, Layout, ModelSpec, PlanOptions, UnitId};
-use crate::{memory, steps, verify, waits};
+use crate::steps::Stage;
+use crate::{memory, stages, steps, verify, waits};
 
 /// fp32 elements of the scalar state (see the backend's `ScalarSlot`).
 const SCALARS: usize = 16;
@@ -19,10 +20,10 @@ impl Plan {
     pub fn build(spec: &ModelSpec, options: &PlanOptions) -> Result<Self, PlanError> {
         check(spec, options)?;
         let mut ranks: Vec<RankPlan> = Vec::new();
-        for rank in 0..options.mesh.dp {
+        for rank in 0..options.mesh.dp * options.mesh.pp {
             let mut plan = Builder::new(spec, options, Rank(rank)).build();
-            // Buffers and lifetimes are the same on every replica; only the places within them differ.
-            match ranks.first() {
+            // Buffers and lifetimes are the same on every replica of a stage; only the places within them differ.
+            match ranks.get((rank / options.mesh.dp * options.mesh.dp) as usize) {
                 None => place(&mut plan),
                 Some(first) => copy_places(first, &mut plan),
             }
@@ -79,8 +80,9 @@ fn check(spec: &ModelSpec, options: &PlanOptions) -> Result<(), PlanError> {
     if options.mesh.dp == 0 {
         return setting("ranks", "there must be at least one".to_owned());
     }
-    if options.mesh.pp != 1 {
-        return setting("pp", format!("{} stages; only 1 can be planned so far", options.mesh.pp));
+    if options.mesh.pp == 0 || options.mesh.pp as usize > spec.units.len() {
+        let (pp, units) = (options.mesh.pp, spec.units.len());
+        return setting("pp", format!("{pp} stages cannot share the {units} units of the model; use 1 to {units}"));
     }
     if options.micro_batches == 0 {
         return setting("micro-batches", "there must be at least one".to_owned());
@@ -143,6 +145,10 @@ pub(crate) struct Builder<'a> {
     /// Index in the data-parallel group.
     pub(crate) replica: usize,
     pub(crate) dp: u32,
+    /// Which units are this rank's.
+    pub(crate) stage: Stage,
+    /// Units of every stage.
+    split: Vec<std::ops::Range<u32>>,
     pub(crate) buffers: Vec<Buffer>,
     pub(crate) instrs: Vec<Instr>,
     /// Persistent weights: whole or shard.
@@ -157,42 +163,48 @@ pub(crate) struct Builder<'a> {
 impl<'a> Builder<'a> {
     fn new(spec: &'a ModelSpec, options: &'a PlanOptions, rank: Rank) -> Self {
         let nowhere = Region { buffer: BufferId(0), start: 0, len: 0 };
+        let split = stages::split(spec, options.mesh.pp);
+        let index = rank.0 / options.mesh.dp;
+        let stage = Stage { index, stages: options.mesh.pp, units: split[index as usize].clone() };
         let mut builder = Self {
             spec,
             options,
             replica: (rank.0 % options.mesh.dp) as usize,
             dp: options.mesh.dp,
+            stage,
+            split,
             buffers: Vec::new(),
             instrs: Vec::new(),
-            weights: Vec::new(),
+            weights: vec![nowhere; spec.units.len()],
             scalars: nowhere,
             learning_rate: nowhere,
             partials: nowhere,
             eval_losses: nowhere,
             rank,
         };
-        for index in 0..spec.units.len() {
-            let layout = builder.layout(UnitId(index as u32));
+        let own = builder.stage.units.clone().map(UnitId);
+        for UnitId(index) in own.chain(builder.borrowed_elsewhere()) {
+            let (layout, index) = (builder.layout(UnitId(index)), index as usize);
             let (what, elements) =
                 if builder.shards_params() { ("weight shard", layout.shard) } else { ("weights", layout.padded) };
             let name = format!("{}/{what}", spec.units[index].name);
             let region = builder.persistent(name, Kind::Weights, Place::Device, elements, options.dtype);
-            builder.weights.push(region);
+            builder.weights[index] = region;
         }
-        let (dp, row) = (options.mesh.dp as usize, builder.row());
+        let (ranks, row) = (builder.rows(), builder.row());
         builder.scalars = builder.persistent("scalars".into(), Kind::Scalars, Place::Device, SCALARS, DType::F32);
         builder.learning_rate = builder.persistent("learning rate".into(), Kind::Scalars, Place::Device, 1, DType::F32);
         builder.partials =
-            builder.persistent("norms and losses".into(), Kind::Scalars, Place::Device, dp * row, DType::F64);
+            builder.persistent("norms and losses".into(), Kind::Scalars, Place::Device, ranks * row, DType::F64);
         builder.eval_losses =
-            builder.persistent("evaluation losses".into(), Kind::Scalars, Place::Device, dp, DType::F64);
+            builder.persistent("evaluation losses".into(), Kind::Scalars, Place::Device, ranks, DType::F64);
         builder
     }
 
     fn build(mut self) -> RankPlan {
-        let train = steps::train(self.spec, self.options);
-        let Lowered { program, homes } = lower::train(&mut self, &train);
-        let evaluate = steps::evaluate(self.spec);
+        let train = steps::train(self.spec, self.options, &self.stage);
+        let Lowered { program, homes, replicas } = lower::train(&mut self, &train);
+        let evaluate = steps::evaluate(&self.stage);
         let evaluate: Program = lower::evaluate(&mut self, &evaluate);
         let row = self.row();
         RankPlan {
@@ -203,6 +215,7 @@ impl<'a> Builder<'a> {
             train: program,
             evaluate,
             homes,
+            replicas,
             scalars: self.scalars,
             partials: self.partials,
             row,
@@ -213,6 +226,47 @@ impl<'a> Builder<'a> {
     /// Elements of one row of partials: units' sums of squares, then losses of micro-batches.
     pub(crate) fn row(&self) -> usize {
         self.spec.units.len() + self.options.micro_batches as usize
+    }
+
+    /// Rows of partials: one for each rank.
+    fn rows(&self) -> usize {
+        (self.options.mesh.dp * self.options.mesh.pp) as usize
+    }
+
+    /// This rank's row of partials.
+    pub(crate) fn row_index(&self) -> usize {
+        self.rank.index()
+    }
+
+    /// The rank of another stage that has this one's place among the replicas.
+    pub(crate) fn peer(&self, stage: u32) -> Rank {
+        Rank(stage * self.dp + self.replica as u32)
+    }
+
+    /// The stage that owns a unit.
+    pub(crate) fn stage_of(&self, unit: UnitId) -> u32 {
+        stages::stage_of(&self.split, unit)
+    }
+
+    /// Units of other stages whose parameters this stage also uses.
+    pub(crate) fn borrowed_elsewhere(&self) -> Vec<UnitId> {
+        borrowed_elsewhere(self.spec, &self.stage.units)
+    }
+
+    /// Units of this stage whose parameters another stage also uses, and which.
+    pub(crate) fn lent(&self) -> Vec<(UnitId, u32)> {
+        let mut lent = Vec::new();
+        for (stage, range) in self.split.iter().enumerate() {
+            let foreign = borrowed_elsewhere(self.spec, range).into_iter();
+            lent.extend(foreign.filter(|u| self.stage.units.contains(&u.0)).map(|u| (u, stage as u32)));
+        }
+        lent
+    }
+
+    /// The device weights that this rank's optimizer renews: its shard, or all.
+    pub(crate) fn own_weight(&self, unit: UnitId) -> Region {
+        let whole = self.weights[unit.0 as usize];
+        if self.shards_optim() && !self.shards_params() { self.own_shard(whole, self.layout(unit)) } else { whole }
     }
 
     pub(crate) fn layout(&self, unit: UnitId) -> FlatLayout {
@@ -283,9 +337,10 @@ impl<'a> Builder<'a> {
 
     /// The all-gather of the step's scalars; nothing with one rank.
     pub(crate) fn gather_scalars(&mut self, whole: Region, row: usize) {
-        if self.dp > 1 {
-            let src = Region { start: whole.start + self.replica * row, len: row, ..whole };
-            self.emit(Lane::Reduce, Op::AllGather { unit: None, group: Group::Data, src, dst: whole });
+        if self.rows() > 1 {
+            let src = Region { start: whole.start + self.row_index() * row, len: row, ..whole };
+            let group = if self.stage.stages > 1 { Group::World } else { Group::Data };
+            self.emit(Lane::Reduce, Op::AllGather { unit: None, group, src, dst: whole });
         }
     }
 
@@ -296,4 +351,13 @@ impl<'a> Builder<'a> {
         let master_first = if self.shards_optim() { shard_start } else { 0 };
         UnitHome { unit, layout, weight: (weight, weight_first), master: (master, master_first), m, v }
     }
+}
+
+/// Units outside `units` whose parameters these also use, ascending.
+fn borrowed_elsewhere(spec: &ModelSpec, units: &std::ops::Range<u32>) -> Vec<UnitId> {
+    let borrows = units.clone().flat_map(|u| spec.units[u as usize].borrows.iter().copied());
+    let mut foreign: Vec<UnitId> = borrows.filter(|u| !units.contains(&u.0)).collect();
+    foreign.sort_unstable();
+    foreign.dedup();
+    foreign
 }

@@ -234,7 +234,9 @@ impl Cost<'_> {
             Op::Copy { src, dst, .. } if self.buffer(src).place != self.buffer(dst).place => {
                 self.bytes(src) / m.host_link
             }
-            Op::Zero { .. } | Op::Norm { .. } | Op::Adam { .. } | Op::Copy { .. } => self.traffic(op) / m.memory,
+            Op::Zero { .. } | Op::Add { .. } | Op::Norm { .. } | Op::Adam { .. } | Op::Copy { .. } => {
+                self.traffic(op) / m.memory
+            }
             Op::Scalars { .. } => 0.0,
             Op::ReduceScatter { .. } | Op::AllGather { .. } | Op::Send { .. } | Op::Recv { .. } => {
                 unreachable!("between ranks")

@@ -222,6 +222,15 @@ pub enum Op {
         /// Whole buffer.
         dst: Region,
     },
+    /// Adds fp32 gradients to others.
+    Add {
+        /// The unit.
+        unit: UnitId,
+        /// What is added.
+        src: Region,
+        /// What it is added to.
+        dst: Region,
+    },
     /// To a peer of the pipeline.
     Send {
         /// The peer.
@@ -247,7 +256,7 @@ pub enum Op {
     },
     /// Clip factor, skip decision, bias corrections, loss scale.
     Scalars {
-        /// fp64 `[dp, row]`: partials of every replica: units' sums of squares, then losses of the micro-batches.
+        /// fp64 `[ranks, row]`: partials of every rank, zero where another stage computes them: units' sums of squares, then losses of the micro-batches.
         partials: Region,
         /// Elements of one row.
         row: usize,
@@ -320,6 +329,15 @@ impl FlatLayout {
     }
 }
 
+/// Weights of a unit that another stage owns, for initialisation.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ReplicaHome {
+    /// The unit.
+    pub unit: UnitId,
+    /// Weights in compute precision, and the first element of the flat buffer that the region covers.
+    pub weight: (Region, usize),
+}
+
 /// The plan of one rank.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RankPlan {
@@ -337,13 +355,15 @@ pub struct RankPlan {
     pub evaluate: Program,
     /// Units of this rank's stage.
     pub homes: Vec<UnitHome>,
+    /// Units of other stages of which this rank holds the weights too.
+    pub replicas: Vec<ReplicaHome>,
     /// fp32 scalar state.
     pub scalars: Region,
-    /// fp64 `[dp, row]` partials after the all-gather: where losses are read, see [`Op::Scalars`].
+    /// fp64 `[ranks, row]` partials after the all-gather: where losses are read, see [`Op::Scalars`].
     pub partials: Region,
     /// Elements of one row of `partials`: units' sums of squares, then one loss for each micro-batch.
     pub row: usize,
-    /// fp64 `[dp]`: losses of an evaluation, after its all-gather.
+    /// fp64 `[ranks]`: losses of an evaluation, after its all-gather.
     pub eval_losses: Region,
 }
 

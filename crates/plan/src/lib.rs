@@ -15,6 +15,7 @@ mod memory;
 mod policy;
 mod rendezvous;
 mod spec;
+mod stages;
 mod steps;
 mod text;
 mod verify;

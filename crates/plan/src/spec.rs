@@ -144,6 +144,38 @@ pub enum Recompute {
     Full,
 }
 
+/// Order of micro-batches on the stages of a pipeline.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Schedule {
+    /// All forwards, then all backwards (Huang et al. 2019): activations of all micro-batches are alive at once.
+    Gpipe,
+    /// As many forwards as there are later stages, then one forward, one backward (Narayanan et al. 2021): activations of at
+    /// most as many micro-batches as there are stages from this one on.
+    #[serde(rename = "1f1b")]
+    OneFOneB,
+}
+
+impl Schedule {
+    /// Micro-batches whose activations a stage holds at most. With one stage nothing is gained by holding more than one.
+    #[must_use]
+    pub fn in_flight(self, stage: u32, stages: u32, micro_batches: u32) -> u32 {
+        match self {
+            Self::Gpipe if stages > 1 => micro_batches,
+            Self::Gpipe | Self::OneFOneB => (stages - stage).min(micro_batches),
+        }
+    }
+
+    /// Share of a step in which a stage has nothing to do, when all stages take equally long and messages no time.
+    #[must_use]
+    pub fn bubble(self, stages: u32, micro_batches: u32) -> f64 {
+        let (p, m) = (f64::from(stages), f64::from(micro_batches));
+        match self {
+            Self::Gpipe | Self::OneFOneB => (p - 1.0) / (m + p - 1.0),
+        }
+    }
+}
+
 /// Everything that shapes a plan besides the model.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct PlanOptions {
@@ -163,6 +195,8 @@ pub struct PlanOptions {
     pub offload_fraction: f64,
     /// What is computed again.
     pub recompute: Recompute,
+    /// Order of micro-batches; with one stage it is one forward, one backward.
+    pub schedule: Schedule,
 }
 
 /// Elements that every shard is a multiple of, so that each shard starts on a 256-byte boundary in any type.

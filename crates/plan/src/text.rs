@@ -45,6 +45,7 @@ impl Op {
             Self::ReduceScatter { unit, .. } => format!("reduce-scatter gradients of {}", name(unit)),
             Self::AllGather { unit: Some(unit), .. } => format!("all-gather {}", name(unit)),
             Self::AllGather { unit: None, .. } => "all-gather norms and losses".to_owned(),
+            Self::Add { unit, .. } => format!("add gradients of a replica of {}", name(unit)),
             Self::Send { peer, micro, .. } => format!("send micro-batch {} to {peer}", micro.0),
             Self::Recv { peer, micro, .. } => format!("receive micro-batch {} from {peer}", micro.0),
             Self::Norm { parts } => format!("gradient norm of {}", names(&mut parts.iter().map(|p| p.unit))),
@@ -100,6 +101,7 @@ impl Listing<'_> {
             Op::Norm { parts } => {
                 self.list(f, parts, |f, part| write!(f, "{} -> {}", name(&part.src), name(&part.dst)))
             }
+            Op::Add { src, dst, .. } => write!(f, "{} += {}", name(dst), name(src)),
             Op::Send { peer, src, .. } => write!(f, "{} to {peer}", name(src)),
             Op::Recv { peer, dst, .. } => write!(f, "{} from {peer}", name(dst)),
             Op::Scalars { partials, scalars, .. } => write!(f, "{} -> {}", name(partials), name(scalars)),

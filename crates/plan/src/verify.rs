@@ -4,11 +4,12 @@
 //! - Transient memory is written by its own buffer before it is read.
 //! - With every collective and message a rendezvous, all ranks get to the end.
 //! - Members of a group enter its collectives on a lane in one order, with one kind, unit and length.
+//! - Each stage holds the activations of as many micro-batches as its schedule says.
 //! - Regions lie in their buffers, and buffers in their arenas.
 
 use gpurun_types::{Bytes, Lane, Place, Rank};
 
-use crate::ir::{Instr, InstrId, Plan, Program, RankPlan, Region};
+use crate::ir::{Instr, InstrId, Op, Plan, Program, RankPlan, Region};
 use crate::rendezvous::{self, Cast};
 use crate::waits::{Clock, Clocks, Segments, knows};
 
@@ -64,6 +65,16 @@ pub enum VerifyError {
         /// Its instruction.
         second: String,
     },
+    /// A stage holds the activations of more or fewer micro-batches than its schedule says.
+    #[error("{rank}: activations of {held} micro-batches are alive at once, and the schedule says {expected}")]
+    InFlight {
+        /// The rank.
+        rank: Rank,
+        /// Most micro-batches between their first forward and last backward.
+        held: u32,
+        /// What [`crate::Schedule::in_flight`] says.
+        expected: u32,
+    },
     /// A region or buffer that leaves its bounds.
     #[error("{rank}: {what}")]
     Bounds {
@@ -81,6 +92,7 @@ pub enum VerifyError {
 pub fn verify(plan: &Plan) -> Result<(), VerifyError> {
     for rank in &plan.ranks {
         bounds(rank)?;
+        in_flight(plan, rank)?;
         for program in [&rank.train, &rank.evaluate] {
             hazards(rank, program)?;
         }
@@ -89,6 +101,30 @@ pub fn verify(plan: &Plan) -> Result<(), VerifyError> {
     let cast = Cast::All(plan.options.mesh);
     rendezvous::run(cast, &programs(|r| &r.train), |_| ())?;
     rendezvous::run(cast, &programs(|r| &r.evaluate), |_| ())
+}
+
+/// Counts micro-batches between the forward and the backward of the stage's first unit.
+fn in_flight(plan: &Plan, rank: &RankPlan) -> Result<(), VerifyError> {
+    let (mesh, first) = (plan.options.mesh, rank.homes.first().map(|home| home.unit));
+    let (mut now, mut held) = (0u32, 0u32);
+    let mut forwards = false;
+    for instr in &rank.train.instrs {
+        match instr.op {
+            Op::Forward { unit, again: false, .. } if Some(unit) == first => {
+                forwards = true;
+                now += 1;
+                held = held.max(now);
+            }
+            // The loss unit has no forward: a stage of nothing else keeps nothing.
+            Op::Backward { unit, .. } if Some(unit) == first && forwards => now -= 1,
+            _ => {}
+        }
+    }
+    let expected = plan.options.schedule.in_flight(rank.rank.0 / mesh.dp, mesh.pp, plan.options.micro_batches);
+    if forwards && held != expected {
+        return Err(VerifyError::InFlight { rank: rank.rank, held, expected });
+    }
+    Ok(())
 }
 
 pub(crate) fn describe(instrs: &[Instr], id: InstrId) -> String {

@@ -12,9 +12,14 @@ const RECOMPUTE: &[Recompute] = &[Recompute::None, Recompute::Selective, Recompu
 fn any_options() -> impl Strategy<Value = (ModelSpec, PlanOptions)> {
     let model = (prop::collection::vec(0usize..2000, 2..6), any::<bool>());
     let layout = (1u32..=6, 0u8..=3, 1u32..=4, 0u8..3, 0.0..=1.0f64);
+    let pipeline = (1u32..=4, prop::sample::select(vec![Schedule::Gpipe, Schedule::OneFOneB]));
     let kinds = (prop::sample::select(vec![DType::F32, DType::Bf16, DType::F16]), prop::sample::select(RECOMPUTE));
-    (model, layout, kinds).prop_map(|((params, tied), (dp, stage, micro, offload, fraction), (dtype, recompute))| {
-        let mut o = options(dp, stage, micro);
+    (model, layout, kinds, pipeline).prop_map(|((params, tied), layout, (dtype, recompute), (pp, schedule))| {
+        let (dp, stage, micro, offload, fraction) = layout;
+        let pp = pp.min(params.len() as u32);
+        // Few ranks, so that a case is quick.
+        let mut o = options(if pp > 1 { dp.min(3) } else { dp }, stage, micro);
+        (o.mesh.pp, o.schedule) = (pp, schedule);
         o.dtype = dtype;
         o.recompute = recompute;
         o.offload_fraction = fraction;
@@ -266,7 +271,9 @@ fn what_cannot_be_is_refused_by_name() {
     assert!(refused(options(0, 0, 1)).starts_with("ranks"));
     assert!(refused(options(1, 0, 0)).starts_with("micro-batches"));
     assert!(refused(PlanOptions { offload_fraction: 1.5, ..options(1, 0, 1) }).starts_with("offload-fraction"));
-    assert!(refused(PlanOptions { mesh: Mesh { dp: 1, pp: 2 }, ..options(1, 0, 1) }).starts_with("pp"));
+    assert!(
+        refused(PlanOptions { mesh: Mesh { dp: 1, pp: 3 }, ..options(1, 0, 1) }).starts_with("pp: 3 stages cannot")
+    );
     let mut mixed = options(2, 3, 1);
     mixed.policy.grad.layout = Layout::Replicated;
     assert!(refused(mixed).contains("cannot go together"));

@@ -147,10 +147,11 @@ pub enum Lane {
     Gather,
     /// Reduce-scatters of gradients, and the small all-gathers of norms and losses.
     Reduce,
-    /// Sends and receives between a stage and the next one (activations).
-    Next,
-    /// Sends and receives between a stage and the previous one (gradients of activations).
-    Prev,
+    /// Sends to other stages. Apart from [`Lane::Receive`], as in one queue a send that waits for its partner would hold up
+    /// the receive that the partner waits for.
+    Send,
+    /// Receives from other stages.
+    Receive,
     /// Host to device copies.
     CopyIn,
     /// Device to host copies.
@@ -162,7 +163,7 @@ pub enum Lane {
 impl Lane {
     /// Every lane, in the order of [`Lane::index`].
     pub const ALL: [Self; 8] =
-        [Self::Compute, Self::Gather, Self::Reduce, Self::Next, Self::Prev, Self::CopyIn, Self::CopyOut, Self::Host];
+        [Self::Compute, Self::Gather, Self::Reduce, Self::Send, Self::Receive, Self::CopyIn, Self::CopyOut, Self::Host];
 
     /// Index into per-lane tables.
     #[must_use]
@@ -177,8 +178,8 @@ impl fmt::Display for Lane {
             Self::Compute => "compute",
             Self::Gather => "gather",
             Self::Reduce => "reduce",
-            Self::Next => "next",
-            Self::Prev => "prev",
+            Self::Send => "send",
+            Self::Receive => "receive",
             Self::CopyIn => "copy-in",
             Self::CopyOut => "copy-out",
             Self::Host => "host",

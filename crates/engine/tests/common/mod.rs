@@ -10,7 +10,7 @@ use gpurun_engine::{
     AdamOptions, HostBatch, Network, Session, SessionOptions, State, StepInputs, StepOutcome, Watcher,
 };
 use gpurun_model::{BatchShape, Model, ModelConfig};
-use gpurun_plan::{Mesh, OffloadVia, PlanOptions, Policy, Recompute};
+use gpurun_plan::{Mesh, OffloadVia, PlanOptions, Policy, Recompute, Schedule};
 use gpurun_types::{DType, Place, Rank};
 
 /// Nobody watches.
@@ -40,6 +40,7 @@ impl Network for HostNetwork {
 #[derive(Clone, Debug)]
 pub struct Case {
     pub model: ModelConfig,
+    /// Replicas of each stage.
     pub ranks: u32,
     pub stage: u8,
     pub offload: Option<OffloadVia>,
@@ -49,6 +50,8 @@ pub struct Case {
     /// Type of Adam's moments.
     pub moments: DType,
     pub recompute: Recompute,
+    pub pp: u32,
+    pub schedule: Schedule,
     pub steps: u64,
     /// Sequences per step, over all ranks and micro-batches.
     pub global_batch: usize,
@@ -115,6 +118,8 @@ impl Case {
             dtype: DType::F32,
             moments: DType::F32,
             recompute: Recompute::None,
+            pp: 1,
+            schedule: Schedule::OneFOneB,
             steps: 3,
             global_batch: 12,
             loss_scale: None,
@@ -126,7 +131,7 @@ impl Case {
         let place = if self.offload.is_some() { Place::Host } else { Place::Device };
         SessionOptions {
             plan: PlanOptions {
-                mesh: Mesh { dp: self.ranks, pp: 1 },
+                mesh: Mesh { dp: self.ranks, pp: self.pp },
                 micro_batches: self.micro_batches,
                 policy: Policy::for_stage(self.stage, place).expect("a stage from 0 to 3"),
                 dtype: self.dtype,
@@ -134,6 +139,7 @@ impl Case {
                 offload_via: self.offload.unwrap_or(OffloadVia::Host),
                 offload_fraction: self.fraction,
                 recompute: self.recompute,
+                schedule: self.schedule,
             },
             shape: BatchShape { batch: self.global_batch / (self.ranks * self.micro_batches) as usize, seq: SEQ },
             adam: AdamOptions {
@@ -158,10 +164,11 @@ impl Case {
 
     /// Trains on threads and gathers the state of all ranks.
     pub fn run(&self) -> Outcome {
-        let fabrics: Vec<Option<Arc<Fabric>>> = if self.ranks == 1 {
+        let world = self.ranks * self.pp;
+        let fabrics: Vec<Option<Arc<Fabric>>> = if world == 1 {
             vec![None]
         } else {
-            Fabric::threads(self.ranks, FabricOptions::default()).into_iter().map(Some).collect()
+            Fabric::threads(world, FabricOptions::default()).into_iter().map(Some).collect()
         };
         let parts: Vec<Outcome> = std::thread::scope(|scope| {
             let handles: Vec<_> = fabrics
@@ -200,7 +207,7 @@ impl Case {
             Outcome { losses: vec![], norms: vec![], skipped: vec![], loss_scales: vec![], state: BTreeMap::new() };
         for step in 0..self.steps {
             let done: StepOutcome =
-                session.step(step + 1, inputs(self, rank, step), &Quiet).expect("a step can be run");
+                session.step(step + 1, inputs(self, rank % self.ranks, step), &Quiet).expect("a step can be run");
             out.losses.push(done.loss_sum / (self.global_batch * SEQ) as f64);
             out.norms.push(done.grad_norm);
             out.skipped.push(done.skipped);
@@ -242,4 +249,53 @@ pub fn distance(a: &Outcome, b: &Outcome) -> f64 {
 /// The bits of numbers: a NaN equals itself.
 pub fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|v| v.to_bits()).collect()
+}
+
+/// A small GPT-2, tied.
+pub fn gpt2() -> ModelConfig {
+    ModelConfig {
+        layers: 2,
+        width: 16,
+        heads: 2,
+        head_dim: 8,
+        kv_heads: 2,
+        ff: 40,
+        vocabulary: 29,
+        context: SEQ,
+        ..ModelConfig::preset("tiny").expect("tiny is a preset")
+    }
+}
+
+/// A small Llama, not tied.
+pub fn llama() -> ModelConfig {
+    ModelConfig {
+        layers: 3,
+        width: 16,
+        heads: 4,
+        head_dim: 4,
+        kv_heads: 2,
+        ff: 24,
+        vocabulary: 31,
+        context: 2 * SEQ,
+        ..ModelConfig::preset("llama-1b").expect("llama-1b is a preset")
+    }
+}
+
+/// Losses, norms and all state have the same bits.
+pub fn assert_same_bits(a: &Outcome, b: &Outcome, what: &str) {
+    assert_eq!(a.losses, b.losses, "{what}: losses");
+    assert_eq!(bits(&a.norms), bits(&b.norms), "{what}: gradient norms");
+    for (key, values) in &a.state {
+        let same = values.iter().zip(&b.state[key]).all(|(x, y)| x.to_bits() == y.to_bits());
+        assert!(same, "{what}: {key:?} differs");
+    }
+}
+
+/// Losses and all state are within a relative tolerance.
+pub fn assert_near(a: &Outcome, b: &Outcome, tolerance: f64, what: &str) {
+    let worst = distance(a, b);
+    assert!(worst < tolerance, "{what}: state differs by {worst:e}, more than {tolerance:e}");
+    for (x, y) in a.losses.iter().zip(&b.losses) {
+        assert!((x - y).abs() < tolerance * y.abs(), "{what}: losses {x} and {y}");
+    }
 }

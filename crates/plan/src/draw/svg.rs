@@ -232,7 +232,12 @@ const fn category(op: &Op) -> usize {
         Op::ReduceScatter { .. } => 4,
         Op::Send { .. } | Op::Recv { .. } => 5,
         Op::Adam { .. } => 6,
-        Op::LoadBatch { .. } | Op::Zero { .. } | Op::Norm { .. } | Op::Scalars { .. } | Op::Copy { .. } => 7,
+        Op::LoadBatch { .. }
+        | Op::Zero { .. }
+        | Op::Add { .. }
+        | Op::Norm { .. }
+        | Op::Scalars { .. }
+        | Op::Copy { .. } => 7,
     }
 }
 
@@ -244,6 +249,7 @@ fn short<'a>(op: &'a Op, spec: &'a ModelSpec) -> &'a str {
         | Op::Backward { unit, .. }
         | Op::ReduceScatter { unit, .. }
         | Op::AllGather { unit: Some(unit), .. }
+        | Op::Add { unit, .. }
         | Op::Copy { unit, .. } => &spec.units[unit.0 as usize].name,
         Op::Adam { parts, .. } if parts.len() == 1 => &spec.units[parts[0].unit.0 as usize].name,
         _ => op.name(),

@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 
 use gpurun_types::{DType, Lane, Place};
 
+use super::tied;
 use crate::build::Builder;
 use crate::ir::{Group, Kind, NormPart, Op, Region};
 use crate::spec::UnitId;
@@ -118,9 +119,10 @@ impl Gradients {
     /// After the last backward: norms of the shards, and the decisions of the step.
     pub(crate) fn finish(&mut self, b: &mut Builder<'_>) {
         self.reduce_pending(b);
+        tied::add(b, &self.shards);
         let row = b.row();
-        let parts = (0..b.spec.units.len() as u32).map(UnitId).map(|unit| {
-            let start = b.partials.start + b.replica * row + unit.0 as usize;
+        let parts = b.stage.units.clone().map(UnitId).map(|unit| {
+            let start = b.partials.start + b.row_index() * row + unit.0 as usize;
             NormPart { unit, src: self.shards[&unit], dst: Region { start, len: 1, ..b.partials } }
         });
         b.emit(Lane::Compute, Op::Norm { parts: parts.collect() });

@@ -3,12 +3,13 @@
 mod gradients;
 mod optimizer;
 mod passes;
+mod tied;
 mod weights;
 
 use gpurun_types::Lane;
 
 use crate::build::Builder;
-use crate::ir::{Op, Program, Region, UnitHome};
+use crate::ir::{Op, Program, Region, ReplicaHome, UnitHome};
 use crate::steps::Step;
 use gradients::Gradients;
 use passes::Passes;
@@ -18,11 +19,12 @@ use weights::Gathers;
 pub(crate) struct Lowered {
     pub(crate) program: Program,
     pub(crate) homes: Vec<UnitHome>,
+    pub(crate) replicas: Vec<ReplicaHome>,
 }
 
 /// The instructions of a training step.
 pub(crate) fn train(b: &mut Builder<'_>, steps: &[Step]) -> Lowered {
-    let own_row = Region { start: b.partials.start + b.replica * b.row(), len: b.row(), ..b.partials };
+    let own_row = Region { start: b.partials.start + b.row_index() * b.row(), len: b.row(), ..b.partials };
     b.emit(Lane::Compute, Op::Zero { dst: own_row });
     let mut gathers = Gathers::new(b, steps);
     let mut gradients = Gradients::new(b, steps);
@@ -36,12 +38,13 @@ pub(crate) fn train(b: &mut Builder<'_>, steps: &[Step]) -> Lowered {
     }
     gradients.finish(b);
     let homes = optimizer::lower(b, &gradients);
-    Lowered { program: b.take_program(), homes }
+    let replicas = tied::renew(b);
+    Lowered { program: b.take_program(), homes, replicas }
 }
 
 /// The instructions of an evaluation.
 pub(crate) fn evaluate(b: &mut Builder<'_>, steps: &[Step]) -> Program {
-    let own = Region { start: b.eval_losses.start + b.replica, len: 1, ..b.eval_losses };
+    let own = Region { start: b.eval_losses.start + b.row_index(), len: 1, ..b.eval_losses };
     b.emit(Lane::Compute, Op::Zero { dst: own });
     let mut gathers = Gathers::new(b, steps);
     let gradients = Gradients::none();

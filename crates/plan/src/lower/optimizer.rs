@@ -25,7 +25,7 @@ struct State {
 
 /// Emits the optimizer; returns where state lives.
 pub(crate) fn lower(b: &mut Builder<'_>, gradients: &Gradients) -> Vec<UnitHome> {
-    let states: Vec<State> = (0..b.spec.units.len() as u32).map(|u| state(b, UnitId(u))).collect();
+    let states: Vec<State> = b.stage.units.clone().map(|u| state(b, UnitId(u))).collect();
     let host_scalars = host_scalars(b, &states);
     // Nothing of the group waits for one unit alone: then all that is on the device is one instruction.
     let together = b.dp == 1 || b.shards_params();
@@ -69,17 +69,16 @@ pub(crate) fn lower(b: &mut Builder<'_>, gradients: &Gradients) -> Vec<UnitHome>
     states.iter().map(|s| b.home(s.unit, b.weights[s.unit.0 as usize], s.master, s.m, s.v)).collect()
 }
 
-/// Units whose state is on the host: the last ones of the chain. Their new weights are needed last in the next forward.
+/// Units whose state is on the host: the last ones of the stage. Their new weights are needed last in the next forward.
 fn on_host_side(b: &Builder<'_>, unit: UnitId) -> bool {
-    let units = b.spec.units.len();
+    let units = b.stage.units.len();
     let host = (b.options.offload_fraction * units as f64).round() as usize;
-    b.options.policy.optim.place == Place::Host && unit.0 as usize >= units - host
+    b.options.policy.optim.place == Place::Host && (unit.0 - b.stage.units.start) as usize >= units - host
 }
 
 fn state(b: &mut Builder<'_>, unit: UnitId) -> State {
     let place = if on_host_side(b, unit) { Place::Host } else { Place::Device };
-    let (layout, whole) = (b.layout(unit), b.weights[unit.0 as usize]);
-    let weight = if b.shards_optim() && !b.shards_params() { b.own_shard(whole, layout) } else { whole };
+    let (layout, weight) = (b.layout(unit), b.own_weight(unit));
     let first = if b.shards_optim() { b.replica * layout.shard } else { 0 };
     let name = b.spec.units[unit.0 as usize].name.clone();
     let via_host = place == Place::Host && b.options.offload_via == OffloadVia::Host;

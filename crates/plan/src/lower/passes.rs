@@ -44,6 +44,8 @@ impl Passes {
     ) {
         match step {
             Step::Load(micro) => self.load(b, micro),
+            Step::Receive { micro, gradient } => self.receive(b, micro, gradient),
+            Step::Send { micro, gradient } => self.send(b, micro, gradient),
             Step::Forward { unit, micro, again, keep } => {
                 let weights = gathers.weights(b, index, unit);
                 self.forward(b, unit, micro, again, keep, weights);
@@ -67,6 +69,32 @@ impl Passes {
         let learning_rate = first.then_some(b.learning_rate);
         b.emit(Lane::CopyIn, Op::LoadBatch { micro, batch, learning_rate });
         self.batch.insert(micro, batch);
+    }
+
+    fn receive(&mut self, b: &mut Builder<'_>, micro: Micro, gradient: bool) {
+        let units = b.stage.units.clone();
+        let (unit, peer, what) = if gradient {
+            (UnitId(units.end - 1), b.stage.index + 1, "output gradient, received")
+        } else {
+            (UnitId(units.start - 1), b.stage.index - 1, "output, received")
+        };
+        let spec = &b.spec.units[unit.0 as usize];
+        let (name, elements) = (format!("{}/{what}", spec.name), spec.output);
+        let dst = edge(b, &name, elements);
+        let edges = if gradient { &mut self.edge_grads } else { &mut self.edges };
+        edges.insert((micro, unit), dst);
+        b.emit(Lane::Receive, Op::Recv { peer: b.peer(peer), micro, dst });
+    }
+
+    fn send(&mut self, b: &mut Builder<'_>, micro: Micro, gradient: bool) {
+        let units = b.stage.units.clone();
+        let (src, peer) = if gradient {
+            let src = self.edge_grads.remove(&(micro, UnitId(units.start - 1)));
+            (src.expect("the backward of the first unit came before"), b.stage.index - 1)
+        } else {
+            (self.edges[&(micro, UnitId(units.end - 1))], b.stage.index + 1)
+        };
+        b.emit(Lane::Send, Op::Send { peer: b.peer(peer), micro, src });
     }
 
     fn forward(
@@ -167,9 +195,9 @@ impl Passes {
     /// Where the loss unit adds the loss of a micro-batch.
     fn loss(&self, b: &Builder<'_>, micro: Micro) -> Region {
         if self.evaluate {
-            Region { start: b.eval_losses.start + b.replica, len: 1, ..b.eval_losses }
+            Region { start: b.eval_losses.start + b.row_index(), len: 1, ..b.eval_losses }
         } else {
-            let start = b.partials.start + b.replica * b.row() + b.spec.units.len() + micro.0 as usize;
+            let start = b.partials.start + b.row_index() * b.row() + b.spec.units.len() + micro.0 as usize;
             Region { start, len: 1, ..b.partials }
         }
     }

@@ -89,7 +89,7 @@ impl Gathers {
 /// Units whose weights a step needs: its own, then the borrowed ones.
 fn needs(b: &Builder<'_>, step: Step) -> Option<Vec<UnitId>> {
     let unit = match step {
-        Step::Load(_) => return None,
+        Step::Load(_) | Step::Receive { .. } | Step::Send { .. } => return None,
         Step::Forward { unit, .. } | Step::Restore { unit, .. } | Step::Backward { unit, .. } => unit,
     };
     Some(std::iter::once(unit).chain(b.spec.units[unit.0 as usize].borrows.iter().copied()).collect())

@@ -40,6 +40,7 @@ pub fn options(dp: u32, stage: u8, micro_batches: u32) -> PlanOptions {
         offload_via: OffloadVia::Host,
         offload_fraction: 1.0,
         recompute: Recompute::None,
+        schedule: Schedule::OneFOneB,
     }
 }
 

@@ -1,0 +1,134 @@
+//! Pipelines: bubbles are the formulas', activations are the schedules', and what could hang is refused.
+
+mod common;
+
+use common::{chain, options};
+use gpurun_plan::*;
+use gpurun_types::{DType, Lane, Rank};
+
+const SCHEDULES: [Schedule; 2] = [Schedule::Gpipe, Schedule::OneFOneB];
+
+fn staged(pp: u32, dp: u32, micro_batches: u32, schedule: Schedule) -> PlanOptions {
+    PlanOptions { mesh: Mesh { dp, pp }, schedule, ..options(dp, 0, micro_batches) }
+}
+
+/// Units of equal cost between ends that cost nothing, on a machine where only arithmetic takes time.
+fn balanced(units: usize) -> (ModelSpec, Machine) {
+    let mut spec = chain(&vec![100; units + 2], false, DType::Bf16);
+    for (index, unit) in spec.units.iter_mut().enumerate() {
+        unit.forward_flops = if index == 0 || index == units + 1 { 0.0 } else { 1e9 };
+    }
+    let machine = Machine {
+        half_flops: 1e12,
+        memory: f64::INFINITY,
+        host_memory: f64::INFINITY,
+        host_link: f64::INFINITY,
+        peer_link: f64::INFINITY,
+        start: 0.0,
+        hop: 0.0,
+        ..Machine::named("h200", 1, 1).expect("a known name")
+    };
+    (spec, machine)
+}
+
+#[test]
+fn bubbles_are_what_the_formula_says() {
+    let _limit = testkit::time_limit(60);
+    let (spec, machine) = balanced(8);
+    for schedule in SCHEDULES {
+        for pp in [1, 2, 4, 8] {
+            for micro_batches in [1, 2, 4, 7, 8, 16] {
+                let plan = Plan::build(&spec, &staged(pp, 1, micro_batches, schedule)).expect("legal");
+                let timeline = estimate(&plan, &spec, &machine);
+                let formula = schedule.bubble(pp, micro_batches);
+                for rank in 0..pp as usize {
+                    let idle = 1.0 - timeline.busy(&plan, rank, Lane::Compute) / timeline.seconds;
+                    let what = format!("{schedule:?}, {pp} stages, {micro_batches} micro-batches, rank {rank}");
+                    assert!((idle - formula).abs() < 1e-9, "{what}: {idle}, not {formula}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn sketches_take_as_long_as_plans() {
+    let _limit = testkit::time_limit(30);
+    let (spec, _) = balanced(6);
+    let machine = Machine::named("a100", 1, 1).expect("a known name");
+    for (pp, dp) in [(1, 4), (2, 2), (4, 3)] {
+        let o = staged(pp, dp, 4, Schedule::OneFOneB);
+        let plan = Plan::build(&spec, &o).expect("legal");
+        let sketch = Sketch::build(&spec, &o).expect("legal");
+        assert_eq!(estimate_sketch(&sketch, &spec, &machine), estimate(&plan, &spec, &machine).seconds);
+        assert_eq!(Some(sketch.largest().device_bytes), plan.ranks.iter().map(|r| r.device_bytes).max());
+    }
+}
+
+#[test]
+fn stages_hold_the_activations_that_their_schedule_says() {
+    let _limit = testkit::time_limit(30);
+    let spec = chain(&[100; 10], false, DType::Bf16);
+    let activations = |schedule| -> Vec<u64> {
+        let plan = Plan::build(&spec, &staged(4, 1, 8, schedule)).expect("legal");
+        let of =
+            |rank: &RankPlan| memory_report(rank).iter().find(|i| i.name == "activations").map_or(0, |i| i.bytes.0);
+        plan.ranks.iter().map(of).collect()
+    };
+    let (gpipe, one) = (activations(Schedule::Gpipe), activations(Schedule::OneFOneB));
+    for stage in 0..4 {
+        // 4 - stage micro-batches instead of 8, and a few edges on their way.
+        let share = one[stage] as f64 / gpipe[stage] as f64;
+        let formula = f64::from(4 - stage as u32) / 8.0;
+        assert!((share - formula).abs() < 0.12, "stage {stage}: {one:?} of {gpipe:?}");
+    }
+    // A plan whose schedule is another than it says.
+    let mut plan = Plan::build(&spec, &staged(4, 1, 8, Schedule::Gpipe)).expect("legal");
+    plan.options.schedule = Schedule::OneFOneB;
+    let error = verify(&plan).expect_err("too many are alive");
+    assert_eq!(error, VerifyError::InFlight { rank: Rank(0), held: 8, expected: 4 });
+}
+
+#[test]
+fn one_queue_for_sends_and_receives_is_a_deadlock() {
+    let _limit = testkit::time_limit(10);
+    let spec = chain(&[100; 4], false, DType::Bf16);
+    let mut plan = Plan::build(&spec, &staged(2, 1, 4, Schedule::OneFOneB)).expect("legal");
+    for rank in &mut plan.ranks {
+        for instr in rank.train.instrs.iter_mut().filter(|i| i.lane == Lane::Receive) {
+            instr.lane = Lane::Send;
+        }
+    }
+    let error = verify(&plan).expect_err("a send waits in front of the receive that its partner waits for").to_string();
+    for part in ["deadlock", "rank 0, send lane", "rank 1, send lane", "(recv)"] {
+        assert!(error.contains(part), "{part}: {error}");
+    }
+}
+
+#[test]
+fn stages_are_balanced_with_both_ends_counted() {
+    let _limit = testkit::time_limit(10);
+    let mut spec = chain(&[100; 10], false, DType::Bf16);
+    // A head as dear as four blocks, an embedding that costs nothing.
+    spec.units[0].forward_flops = 0.0;
+    spec.units[9].forward_flops = 4e6;
+    let plan = Plan::build(&spec, &staged(3, 1, 2, Schedule::OneFOneB)).expect("legal");
+    let units = plan.ranks.iter().map(|r| r.homes.len()).collect::<Vec<_>>();
+    assert_eq!(units, [5, 4, 1], "0 + 4, 4, and 4 forwards' worth");
+}
+
+#[test]
+fn a_message_that_is_not_sent_is_a_deadlock() {
+    let _limit = testkit::time_limit(10);
+    let spec = chain(&[100; 5], true, DType::Bf16);
+    let plan = Plan::build(&spec, &staged(2, 2, 2, Schedule::OneFOneB)).expect("legal");
+    let sends = plan.ranks[3].train.instrs.iter().filter(|i| matches!(i.op, Op::Send { .. })).count();
+    assert_eq!(sends, 3, "two gradients of edges, one of the tied table");
+    let mut broken = plan;
+    let last = broken.ranks[3].train.instrs.iter_mut().rev().find(|i| matches!(i.op, Op::Send { .. }));
+    if let Some(Instr { op: Op::Send { peer, .. }, .. }) = last {
+        *peer = Rank(0);
+    }
+    let error = verify(&broken).expect_err("rank 1 waits for ever").to_string();
+    assert!(error.contains("deadlock") && error.contains("rank 1"), "{error}");
+}
