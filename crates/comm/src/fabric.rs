@@ -109,6 +109,11 @@ impl Fabric {
         self.region.abort(&format!("{}: {reason}", self.rank));
     }
 
+    /// Why the job is given up, once it is.
+    pub(crate) fn abort_reason(&self) -> Option<String> {
+        self.region.abort_reason()
+    }
+
     /// Sets a counter and wakes who sleeps on it.
     pub(crate) fn set(&self, counter: &Counter, value: u32) {
         counter.value.store(value, Ordering::SeqCst);
@@ -174,7 +179,7 @@ impl Fabric {
     }
 
     /// False when a peer was here and is gone.
-    fn lives(&self, peer: Rank) -> bool {
+    pub(crate) fn lives(&self, peer: Rank) -> bool {
         let member = &self.region.header().members[peer.index()];
         match member.state.load(Ordering::SeqCst) {
             HERE => {

@@ -1,19 +1,25 @@
-//! Communication between ranks: the [`Communicator`] trait and the communicators over host memory.
+//! Communication between ranks: the [`Communicator`] trait, and communicators over host memory and over NCCL.
 //!
 //! One communicator serves one group of ranks on one lane, so operations of different lanes never mix. Every wait has
 //! a deadline and notices an abort or a dead peer; nothing here can hang without a name.
 
+mod board;
 mod fabric;
 mod host;
+mod nccl;
 mod region;
 mod solo;
+mod staged;
 mod sum;
 pub mod wrap;
 
+pub use board::Board;
 pub use fabric::{Fabric, FabricOptions};
 pub use host::HostCommunicator;
+pub use nccl::{Nccl, NcclCommunicator, NcclOptions, prepare as prepare_nccl};
 pub use region::{abort_shared_memory, create_shared_memory};
 pub use solo::Solo;
+pub use staged::StagedCommunicator;
 
 use std::time::Duration;
 
@@ -30,6 +36,14 @@ pub enum CommError {
         operation: &'static str,
         /// The peer that is missing (a global rank).
         peer: Rank,
+        /// How long was waited.
+        after: Duration,
+    },
+    /// An operation did not finish in time, and its library does not say for whom it waited.
+    #[error("{operation} did not finish within {after:?}")]
+    Stuck {
+        /// The operation.
+        operation: &'static str,
         /// How long was waited.
         after: Duration,
     },
@@ -60,6 +74,14 @@ pub enum CommError {
     /// The device under the communicator failed.
     #[error(transparent)]
     Device(#[from] DeviceError),
+    /// NCCL failed.
+    #[error("{operation}: {reason}")]
+    Nccl {
+        /// The operation.
+        operation: &'static str,
+        /// What NCCL said.
+        reason: String,
+    },
     /// The transport failed.
     #[error("{operation}: {source}")]
     Io {
@@ -97,7 +119,8 @@ pub trait Communicator: Send + Sync {
     fn all_gather(&self, src: View, dst: View) -> Result<(), CommError>;
 
     /// `dst = sum over members of src[index * dst.len ..][.. dst.len]`; with `accumulate`, `dst += ..` (the sum is formed
-    /// first, then added). `dst` may be this member's place in `src` when `accumulate` is false.
+    /// first, then added). `dst` may be this member's place in `src` when `accumulate` is false; when it is true, what that
+    /// place holds afterwards is not said.
     fn reduce_scatter(&self, src: View, dst: View, accumulate: bool) -> Result<(), CommError>;
 
     /// `buffer = sum over members`, in place.
@@ -111,6 +134,12 @@ pub trait Communicator: Send + Sync {
 
     /// Returns when every member has called it.
     fn barrier(&self) -> Result<(), CommError>;
+
+    /// Fails when an operation failed after its call had returned: on a device it may run later. Asked once the device has
+    /// been waited for.
+    fn check(&self, _operation: &'static str) -> Result<(), CommError> {
+        Ok(())
+    }
 
     /// Makes every present and later wait of every member fail with [`CommError::Aborted`].
     fn abort(&self, reason: &str);

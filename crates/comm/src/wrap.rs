@@ -155,6 +155,10 @@ macro_rules! wrap {
                 self.inner.barrier()
             }
 
+            fn check(&self, operation: &'static str) -> Result<(), CommError> {
+                self.inner.check(operation)
+            }
+
             fn abort(&self, reason: &str) {
                 self.inner.abort(reason);
             }

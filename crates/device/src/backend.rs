@@ -45,6 +45,15 @@ pub struct Mark {
     pub number: u64,
 }
 
+/// Where a lane's work goes and where views lie, as other libraries that enqueue work there need it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Raw {
+    /// The lane's stream: a `CUstream`.
+    pub stream: *mut std::ffi::c_void,
+    /// Device address of each view.
+    pub addresses: Vec<u64>,
+}
+
 type Result<T = ()> = std::result::Result<T, DeviceError>;
 
 /// Scratch that a kind of device needs for some operations. Pure, so that a plan can be made where there is no device.
@@ -103,6 +112,20 @@ pub trait Backend: ScratchSizes {
 
     /// Blocks until all work on `lane` is done, and reports errors of work that ran asynchronously.
     fn synchronize(&self, lane: Lane) -> Result;
+
+    /// True when all work before `mark` is done. Never blocks.
+    fn passed(&self, _mark: Mark) -> Result<bool> {
+        Ok(true)
+    }
+
+    /// Makes the device current on the calling thread and gives what another library needs to enqueue work of its own on
+    /// `lane`, after views have been checked.
+    ///
+    /// # Errors
+    /// On devices without streams, and when a view leaves its arena.
+    fn raw(&self, operation: &'static str, _lane: Lane, _views: &[View]) -> Result<Raw> {
+        Err(DeviceError::Missing(format!("{operation}: {} has no streams", self.name())))
+    }
 
     // ---- operations ----
 

@@ -15,10 +15,10 @@ mod ops;
 #[cfg(feature = "suite")]
 pub mod suite;
 
-pub use backend::{Backend, DeviceError, Mark, ScratchSizes};
+pub use backend::{Backend, DeviceError, Mark, Raw, ScratchSizes};
 pub use cpu::{CpuBackend, CpuSizes};
 pub use cuda::{
-    CUDA_PATH_VARIABLE, CudaBackend, CudaLibrary, CudaSizes, CudnnAttention, KernelSource, KernelUnit, compile_kernels,
-    cuda_libraries, cudnn_library,
+    CUDA_PATH_VARIABLE, CudaBackend, CudaLibrary, CudaSizes, CudnnAttention, KernelSource, KernelUnit,
+    NCCL_PATH_VARIABLE, compile_kernels, cuda_device_ids, cuda_libraries, cudnn_library, nccl_library,
 };
 pub use ops::*;

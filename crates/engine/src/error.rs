@@ -128,7 +128,7 @@ impl EngineError {
             Self::Checkpoint(error) => checkpoint_exit_code(error),
             Self::SaveElsewhere { .. } => 4,
             Self::Comm { source, .. } | Self::Control { source, .. } => match source {
-                CommError::Timeout { .. } => 6,
+                CommError::Timeout { .. } | CommError::Stuck { .. } => 6,
                 _ => 4,
             },
             Self::NonFinite { .. } => 7,

@@ -666,7 +666,9 @@ impl Interpreter {
                 backend.synchronize(lane).map_err(|e| (last, Fault::Device(e)))?;
             }
         }
-        Ok(())
+        // What failed while it ran freed its lane, and what came after it worked on nothing.
+        let last = program.program.instrs.iter().rposition(|i| matches!(i.lane, Lane::Gather | Lane::Reduce));
+        self.machine.links.check().map_err(|e| (last.unwrap_or(0), Fault::Comm(e)))
     }
 }
 

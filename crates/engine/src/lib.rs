@@ -19,7 +19,7 @@ pub use error::{At, EngineError};
 pub use inference::Inference;
 pub use interpreter::{AdamOptions, HostBatch, StepInputs, Watcher};
 pub use metrics::{MetricsFile, StepMetrics};
-pub use network::{Links, Network};
+pub use network::{HostNetwork, Links, Network};
 pub use sample::Sampler;
 pub use session::{Session, SessionOptions, State, StepOutcome, Stretch};
 pub use trainer::{Observer, Phase, Summary, TrainSettings, Trainer};

@@ -3,14 +3,32 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use gpurun_comm::{CommError, Communicator};
+use gpurun_comm::{CommError, Communicator, Fabric, Solo};
+use gpurun_device::Backend;
 use gpurun_plan::{Group, Mesh, Op, RankPlan};
 use gpurun_types::{Lane, Rank};
 
 /// Makes communicators. Every rank asks for the same ones in the same order.
-pub trait Network: Send + Sync {
-    /// A communicator of `members` (this rank among them) on its own channel.
-    fn communicator(&self, channel: u32, members: &[Rank]) -> Result<Arc<dyn Communicator>, CommError>;
+pub trait Network {
+    /// A communicator of `members` (this rank among them) on its own channel, for work on `lane`.
+    fn communicator(&self, channel: u32, members: &[Rank], lane: Lane) -> Result<Arc<dyn Communicator>, CommError>;
+}
+
+/// Communicators in host memory that the backend's operations and the host both address.
+pub struct HostNetwork {
+    /// Shared memory of the ranks; `None` for a single rank.
+    pub fabric: Option<Arc<Fabric>>,
+    /// Whose views are sent.
+    pub backend: Arc<dyn Backend>,
+}
+
+impl Network for HostNetwork {
+    fn communicator(&self, channel: u32, members: &[Rank], _lane: Lane) -> Result<Arc<dyn Communicator>, CommError> {
+        Ok(match &self.fabric {
+            Some(fabric) => Arc::new(fabric.communicator(channel, members, self.backend.clone())?),
+            None => Arc::new(Solo::new(members[0], self.backend.clone())),
+        })
+    }
 }
 
 /// The communicators that a plan can name.
@@ -31,33 +49,39 @@ impl Links {
         let world: Vec<Rank> = (0..mesh.dp * mesh.pp).map(Rank).collect();
         let first = rank.0 / mesh.dp * mesh.dp;
         let data: Vec<Rank> = (first..first + mesh.dp).map(Rank).collect();
-        let mut by_lane = BTreeMap::new();
+        let mut by_lane: BTreeMap<(Group, Lane), Arc<dyn Communicator>> = BTreeMap::new();
         let mut channel = 0;
         for (group, members) in [(Group::Data, &data), (Group::World, &world)] {
             for lane in [Lane::Gather, Lane::Reduce] {
                 if members.len() > 1 {
-                    // Groups of one kind do not overlap, so they may share a channel number.
-                    by_lane.insert((group, lane), network.communicator(channel, members)?);
+                    // Groups of one kind do not overlap, so they may share a channel number. Work of one lane runs in
+                    // order, so groups of the same members share a communicator.
+                    let same = by_lane.get(&(Group::Data, lane)).filter(|_| data == world).cloned();
+                    let link = match same {
+                        Some(link) => link,
+                        None => network.communicator(channel, members, lane)?,
+                    };
+                    by_lane.insert((group, lane), link);
                 }
                 channel += 1;
             }
         }
         debug_assert_eq!(channel, MESSAGES);
-        let mut links: Vec<(Rank, Rank)> = Vec::new();
+        let mut links: Vec<(Rank, Rank, Lane)> = Vec::new();
         for instr in plan.train.instrs.iter().chain(&plan.evaluate.instrs) {
             match instr.op {
-                Op::Send { peer, .. } => links.push((rank, peer)),
-                Op::Recv { peer, .. } => links.push((peer, rank)),
+                Op::Send { peer, .. } => links.push((rank, peer, instr.lane)),
+                Op::Recv { peer, .. } => links.push((peer, rank, instr.lane)),
                 _ => {}
             }
         }
         // Both ends see the same links of theirs in the same order, lower stages first.
-        links.sort_unstable_by_key(|(from, to)| (from.min(to).0, from.max(to).0, from.0));
-        links.dedup();
+        links.sort_unstable_by_key(|(from, to, _)| (from.min(to).0, from.max(to).0, from.0));
+        links.dedup_by_key(|(from, to, _)| (*from, *to));
         let mut messages = BTreeMap::new();
-        for (from, to) in links {
+        for (from, to, lane) in links {
             let members = [from.min(to), from.max(to)];
-            messages.insert((from, to), network.communicator(message_channel(mesh, from, to), &members)?);
+            messages.insert((from, to), network.communicator(message_channel(mesh, from, to), &members, lane)?);
         }
         Ok(Self { by_lane, messages })
     }
@@ -79,6 +103,14 @@ impl Links {
     /// When the plan that was opened has no such message: a bug of the plan.
     pub fn messages(&self, from: Rank, to: Rank) -> &dyn Communicator {
         self.messages.get(&(from, to)).unwrap_or_else(|| panic!("no communicator from {from} to {to}")).as_ref()
+    }
+
+    /// Fails when an operation failed after its call had returned.
+    pub fn check(&self) -> Result<(), CommError> {
+        self.by_lane.iter().try_for_each(|((_, lane), link)| {
+            link.check(if *lane == Lane::Gather { "an all-gather" } else { "a reduction" })
+        })?;
+        self.messages.values().try_for_each(|link| link.check("a message between stages"))
     }
 
     /// Makes every wait of every member fail.

@@ -7,6 +7,7 @@
 
 mod command;
 mod corpus;
+mod devices;
 mod files;
 mod fit;
 pub mod options;

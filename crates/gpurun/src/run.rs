@@ -115,7 +115,9 @@ fn place(worker: &Worker) -> Result<RankPlace<'_>, WorkFailure> {
         _ => None,
     };
     let board = (world > 1).then_some(worker as &dyn Board);
-    Ok(RankPlace { rank, world, fabric, threads: worker.threads(), restarted: worker.restart() > 0, board })
+    let local_rank = worker.place().local_rank;
+    let (threads, restarted) = (worker.threads(), worker.restart() > 0);
+    Ok(RankPlace { rank, world, local_rank, timeout, fabric, threads, restarted, board })
 }
 
 impl Board for Worker {

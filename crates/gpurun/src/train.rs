@@ -2,24 +2,27 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use gpurun_checkpoint::hf::HfWeights;
 use gpurun_checkpoint::{Checkpoint, TensorShape, check_out, latest};
-use gpurun_comm::{CommError, Communicator, Fabric, Solo};
+pub use gpurun_comm::Board;
+use gpurun_comm::Fabric;
 use gpurun_data::{DataConfig, Dataset, Progress, TokenizerChoice};
-use gpurun_device::{Backend, CpuBackend, CudaBackend, DeviceError, LossScaling};
+use gpurun_device::{Backend, CpuBackend, LossScaling};
 use gpurun_engine::checkpoint::{Position, Provenance, load};
 use gpurun_engine::{
-    AdamOptions, Control, EngineError, Network, Observer, Session, SessionOptions, State, StepInputs, Summary,
-    TrainSettings, Trainer,
+    AdamOptions, Control, EngineError, Observer, Session, SessionOptions, State, StepInputs, Summary, TrainSettings,
+    Trainer,
 };
 use gpurun_model::{BatchShape, Model, ModelError};
 use gpurun_plan::{Mesh, PlanOptions, Policy, Schedule};
 use gpurun_types::{Place, Rank};
 
 use crate::corpus;
+use crate::devices::{self, Devices};
 use crate::fit::{DoesNotFit, fitted};
-use crate::options::{Device, ModelChoice, Offload, OptionsError, Resume, Tokenizer, TrainOptions};
+use crate::options::{ModelChoice, Offload, OptionsError, Resume, Tokenizer, TrainOptions};
 
 /// Channel of votes and barriers; the plan's channels are below.
 const CONTROL_CHANNEL: u32 = 32;
@@ -98,6 +101,10 @@ pub struct RankPlace<'a> {
     pub rank: Rank,
     /// Ranks in all.
     pub world: u32,
+    /// Index among the ranks of this machine.
+    pub local_rank: u32,
+    /// How long a wait for another rank may last.
+    pub timeout: Duration,
     /// Shared memory of the job; `None` for a single rank.
     pub fabric: Option<Arc<Fabric>>,
     /// Threads for this rank's CPU work.
@@ -108,21 +115,6 @@ pub struct RankPlace<'a> {
     pub board: Option<&'a dyn Board>,
 }
 
-/// A board on which rank 0 writes and all ranks read.
-pub trait Board {
-    /// Puts a value under a key.
-    ///
-    /// # Errors
-    /// When the board is gone.
-    fn put(&self, key: &str, value: &[u8]) -> Result<(), String>;
-
-    /// The value of a key, as soon as it is there.
-    ///
-    /// # Errors
-    /// When it does not come, or the board is gone.
-    fn get(&self, key: &str) -> Result<Vec<u8>, String>;
-}
-
 /// Told what a run does.
 pub trait TrainObserver: Observer {
     /// Text is being turned into tokens.
@@ -131,20 +123,6 @@ pub trait TrainObserver: Observer {
     fn started(&self, steps: u64, train: &[String], evaluate: &[String]);
     /// A line for the user (rank 0).
     fn note(&self, line: &str);
-}
-
-struct HostNetwork {
-    fabric: Option<Arc<Fabric>>,
-    backend: Arc<dyn Backend>,
-}
-
-impl Network for HostNetwork {
-    fn communicator(&self, channel: u32, members: &[Rank]) -> Result<Arc<dyn Communicator>, CommError> {
-        Ok(match &self.fabric {
-            Some(fabric) => Arc::new(fabric.communicator(channel, members, self.backend.clone())?),
-            None => Arc::new(Solo::new(members[0], self.backend.clone())),
-        })
-    }
 }
 
 /// Everything that a run on one rank holds.
@@ -169,8 +147,13 @@ pub fn train(
 ) -> Result<Summary, TrainError> {
     let model = build(options)?;
     options.check_context(model.max_seq)?;
-    let backend = open_backend(options, place, observer)?;
-    let (options, _) = &fitted(options, &model, place.world, backend.as_ref())?;
+    let note = |line: &str| {
+        if place.rank == Rank(0) {
+            observer.note(line);
+        }
+    };
+    let devices = devices::open(options, place, &note)?;
+    let (options, _) = &fitted(options, &model, place.world, devices.backend.as_ref())?;
     if let Some(out) = &options.out {
         check_out(out).map_err(TrainError::Out)?;
     }
@@ -178,7 +161,7 @@ pub fn train(
     let steps = options.steps(dataset.windows());
     let rate = options.learning_rate(steps)?;
     let control = open_control(place)?;
-    let session = open_session(options, Arc::new(model), place, backend)?;
+    let session = open_session(options, Arc::new(model), place, &devices)?;
     let job = Job { options, place, observer, dataset, session, control };
     let start = job.start()?;
     let (train, evaluate) = job.session.labels();
@@ -241,42 +224,11 @@ fn open_control(place: &RankPlace<'_>) -> Result<Control, EngineError> {
     Control::new(Arc::new(link), backend)
 }
 
-/// The device that a rank computes on.
-fn open_backend(
-    options: &TrainOptions,
-    place: &RankPlace<'_>,
-    observer: &dyn TrainObserver,
-) -> Result<Arc<dyn Backend>, TrainError> {
-    let threads = options.threads.unwrap_or(place.threads);
-    let failed = |source| EngineError::SetUp { what: "starting the device", source };
-    let cuda = match options.device {
-        Device::Cpu => None,
-        Device::Auto if place.world > 1 => None,
-        Device::Auto | Device::Cuda => Some(CudaBackend::new(0, threads)),
-    };
-    match (cuda, options.device) {
-        (Some(_), Device::Cuda) if place.world > 1 => Err(TrainError::Device(
-            "--device cuda works with one rank so far; leave --nproc out, or use --device cpu".to_owned(),
-        )),
-        (Some(Ok(cuda)), _) => Ok(Arc::new(cuda)),
-        (Some(Err(error)), Device::Cuda) => Err(TrainError::Device(format!("--device cuda: {error}"))),
-        // Said once, so that nobody waits for a GPU that is not used.
-        (Some(Err(error)), _) if !matches!(error, DeviceError::Missing(_)) => Err(failed(error).into()),
-        _ => {
-            let cpu = CpuBackend::new(threads).map_err(failed)?;
-            if place.rank == Rank(0) && options.device == Device::Auto {
-                observer.note(&format!("training on {}", cpu.name()));
-            }
-            Ok(Arc::new(cpu))
-        }
-    }
-}
-
 fn open_session(
     options: &TrainOptions,
     model: Arc<Model>,
     place: &RankPlace<'_>,
-    backend: Arc<dyn Backend>,
+    devices: &Devices<'_>,
 ) -> Result<Session, TrainError> {
     let micro = options.micro_batches(place.world)?;
     let settings = SessionOptions {
@@ -286,8 +238,7 @@ fn open_session(
         loss_scale: options.loss_scale.unwrap_or(1.0) as f32,
         device_limit: options.gpu_memory_limit,
     };
-    let network = HostNetwork { fabric: place.fabric.clone(), backend: backend.clone() };
-    Ok(Session::new(backend, model, &network, place.rank, settings)?)
+    Ok(Session::new(devices.backend.clone(), model, devices, place.rank, settings)?)
 }
 
 /// The plan that `world` ranks need for these options.

@@ -65,6 +65,8 @@ impl Op {
                 a.writes.push(*dst);
                 if *accumulate {
                     a.reads.push(*dst);
+                    // The sum may be formed in this rank's part of it before it is added.
+                    a.writes.push(*src);
                 }
             }
             Self::AllGather { src, dst, .. } => {

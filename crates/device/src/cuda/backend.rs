@@ -5,7 +5,7 @@ use gpurun_types::{ArenaId, Bytes, Lane, Place, View};
 use super::{CudaBackend, Result};
 use crate::{
     AdamW, Attention, AttentionBackward, Backend, CrossEntropy, Embedding, Mark, Matmul, NormBackward, NormForward,
-    NormRun, Rope, StepScalars,
+    NormRun, Raw, Rope, StepScalars,
 };
 
 impl Backend for CudaBackend {
@@ -49,6 +49,17 @@ impl Backend for CudaBackend {
     fn synchronize(&self, lane: Lane) -> Result {
         self.driver.synchronize(lane)?;
         self.faults.take()
+    }
+
+    fn passed(&self, mark: Mark) -> Result<bool> {
+        if mark.lane == Lane::Host { Ok(true) } else { self.driver.passed(mark) }
+    }
+
+    fn raw(&self, operation: &'static str, lane: Lane, views: &[View]) -> Result<Raw> {
+        self.check(operation, views.iter().copied())?;
+        self.driver.enter()?;
+        let addresses = views.iter().map(|view| self.address(*view)).collect();
+        Ok(Raw { stream: self.driver.stream(lane).cast(), addresses })
     }
 
     fn fill(&self, lane: Lane, dst: View, value: f32) -> Result {

@@ -31,6 +31,18 @@ pub(super) fn explain(code: sys::CUresult) -> String {
     format!("{} ({code:?})", text.to_string_lossy())
 }
 
+/// What tells device `index` (a card, or a part of one) from every other one, in every process.
+pub(super) fn uuid(index: i32) -> Result<[u8; 16]> {
+    let mut device = 0;
+    let mut uuid = sys::CUuuid { bytes: [0; 16] };
+    // SAFETY: the driver is loaded and initialised, and writes to locals.
+    unsafe {
+        check("cuDeviceGet", sys::cuDeviceGet(&raw mut device, index))?;
+        check("cuDeviceGetUuid", sys::cuDeviceGetUuid_v2(&raw mut uuid, device))?;
+    }
+    Ok(uuid.bytes.map(|byte| byte as u8))
+}
+
 /// A device, its primary context, and one stream for each lane.
 pub(super) struct Driver {
     pub name: String,
@@ -183,6 +195,21 @@ impl Driver {
         }
         // SAFETY: as above; the wait refers to what the event holds now, so it may be recorded again later.
         check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(self.stream(lane), event, 0) })
+    }
+
+    /// True when all work before `mark` is done.
+    pub fn passed(&self, mark: Mark) -> Result<bool> {
+        self.enter()?;
+        // Somebody may hold the lock for as long as he waits for a mark of this lane; then it has not passed, for all we know.
+        let Ok(marks) = self.lanes[mark.lane.index()].marks.try_lock() else { return Ok(false) };
+        let Ok(found) = marks.live.binary_search_by_key(&mark.number, |(number, _)| *number) else {
+            return Ok(true);
+        };
+        // SAFETY: the event is ours and recorded; the lock keeps it from being used again meanwhile.
+        match unsafe { sys::cuEventQuery(marks.live[found].1) } {
+            sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            code => check("cuEventQuery", code).map(|()| true),
+        }
     }
 
     pub fn synchronize(&self, lane: Lane) -> Result {

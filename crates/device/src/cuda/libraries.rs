@@ -6,11 +6,16 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
+use crate::DeviceError;
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 
 /// Environment variable: folders (separated by `:`) that are searched first. A folder may hold the libraries, or be the root
 /// of a toolkit or of a Python environment.
 pub const PATH_VARIABLE: &str = "GPURUN_CUDA_PATH";
+
+/// Environment variable: NCCL's library, or a folder that holds it. It is used instead of any other that would be
+/// found; empty means none.
+pub const NCCL_PATH_VARIABLE: &str = "GPURUN_NCCL_PATH";
 
 /// A library of NVIDIA's, and where it was found.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -39,6 +44,45 @@ pub fn cuda_libraries() -> Vec<CudaLibrary> {
 #[must_use]
 pub fn cudnn_library() -> CudaLibrary {
     find("cudnn", &folders())
+}
+
+/// Finds and loads NCCL, which several ranks with a GPU each talk through.
+#[must_use]
+pub fn nccl_library() -> CudaLibrary {
+    let Some(asked) = std::env::var_os(NCCL_PATH_VARIABLE).map(PathBuf::from) else {
+        return find("nccl", &folders());
+    };
+    if asked.as_os_str().is_empty() {
+        return CudaLibrary { name: "nccl", path: None, version: None, error: None };
+    }
+    // What was asked for is taken or refused, never replaced.
+    let path = if asked.is_dir() { named("nccl", &asked).into_iter().next().unwrap_or(asked) } else { asked };
+    let error = open(&path).err();
+    let version = if error.is_none() { version("nccl", &path) } else { None };
+    CudaLibrary { name: "nccl", path: Some(path), version, error }
+}
+
+/// The GPUs that this process may use (those that `CUDA_VISIBLE_DEVICES` leaves), by what tells each from every other one in
+/// every process. Opens none of them.
+///
+/// # Errors
+/// When there is no driver, or it fails.
+pub fn cuda_device_ids() -> Result<Vec<[u8; 16]>, DeviceError> {
+    use super::driver::{check, uuid};
+    let driver = find("cuda", &[]);
+    if driver.path.is_none() {
+        return Err(super::missing(&driver));
+    }
+    let ids = std::panic::catch_unwind(|| {
+        let mut count = 0;
+        // SAFETY: the driver is loaded, and writes to a local.
+        unsafe {
+            check("cuInit", cudarc::driver::sys::cuInit(0))?;
+            check("cuDeviceGetCount", cudarc::driver::sys::cuDeviceGetCount(&raw mut count))?;
+        }
+        (0..count).map(uuid).collect()
+    });
+    ids.unwrap_or_else(|_| Err(DeviceError::Missing("the driver lacks a function that is needed".to_owned())))
 }
 
 fn find(name: &'static str, folders: &[PathBuf]) -> CudaLibrary {
@@ -80,6 +124,7 @@ fn sonames(name: &str) -> Vec<String> {
     match name {
         "cuda" => vec!["libcuda.so.1".into()],
         "cudnn" => vec!["libcudnn.so.9".into()],
+        "nccl" => vec!["libnccl.so.2".into()],
         "nvrtc-builtins" => Vec::new(), // NVRTC asks for its own by version
         _ => [".13", ".12", ""].iter().map(|major| format!("lib{name}.so{major}")).collect(),
     }

@@ -34,7 +34,10 @@ use crate::{AttentionShape, CpuBackend, DeviceError, ScratchSizes};
 pub use compile::{Source as KernelSource, Unit as KernelUnit, compile as compile_kernels};
 pub use cudnn::CudnnAttention;
 use driver::{Arguments, Driver, Launch, check as check_call};
-pub use libraries::{CudaLibrary, PATH_VARIABLE as CUDA_PATH_VARIABLE, cuda_libraries, cudnn_library};
+pub use libraries::{
+    CudaLibrary, NCCL_PATH_VARIABLE, PATH_VARIABLE as CUDA_PATH_VARIABLE, cuda_device_ids, cuda_libraries,
+    cudnn_library, nccl_library,
+};
 use memory::Arena;
 
 type Result<T = ()> = std::result::Result<T, DeviceError>;

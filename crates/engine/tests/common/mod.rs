@@ -4,10 +4,10 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use gpurun_comm::{CommError, Communicator, Fabric, FabricOptions, Solo};
+use gpurun_comm::{Fabric, FabricOptions};
 use gpurun_device::{Backend, CpuBackend, LossScaling};
 use gpurun_engine::{
-    AdamOptions, HostBatch, Network, Session, SessionOptions, State, StepInputs, StepOutcome, Watcher,
+    AdamOptions, HostBatch, HostNetwork, Session, SessionOptions, State, StepInputs, StepOutcome, Watcher,
 };
 use gpurun_model::{BatchShape, Model, ModelConfig};
 use gpurun_plan::{Mesh, OffloadVia, PlanOptions, Policy, Recompute, Schedule};
@@ -20,20 +20,6 @@ impl Watcher for Quiet {
     fn at(&self, _: u32) {}
     fn waiting_for(&self, _: u32) {}
     fn progressed(&self) {}
-}
-
-struct HostNetwork {
-    fabric: Option<Arc<Fabric>>,
-    backend: Arc<dyn Backend>,
-}
-
-impl Network for HostNetwork {
-    fn communicator(&self, channel: u32, members: &[Rank]) -> Result<Arc<dyn Communicator>, CommError> {
-        Ok(match &self.fabric {
-            Some(fabric) => Arc::new(fabric.communicator(channel, members, self.backend.clone())?),
-            None => Arc::new(Solo::new(members[0], self.backend.clone())),
-        })
-    }
 }
 
 /// One way to train.

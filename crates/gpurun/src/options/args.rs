@@ -108,6 +108,10 @@ pub struct TrainArgs {
     /// Where the model runs [default: auto]
     #[arg(long, value_enum, help_heading = "Run")]
     pub device: Option<Device>,
+    /// Let several ranks compute on one GPU, which is slow and needs NCCL 2.30.3 or newer; without it each rank has a GPU of its
+    /// own
+    #[arg(long, value_name = "true|false", num_args = 0..=1, default_missing_value = "true", help_heading = "Run")]
+    pub share_gpu: Option<bool>,
     /// Threads per rank [default: the processors divided among the ranks]
     #[arg(long, value_name = "N", allow_negative_numbers = true, help_heading = "Run")]
     pub threads: Option<usize>,
@@ -159,7 +163,8 @@ macro_rules! for_all {
 
 for_all!(
     model dropout eval_every tokenizer seq_len micro_batch global_batch steps epochs lr min_lr warmup schedule weight_decay
-    beta1 beta2 eps clip dtype adam_dtype loss_scale zero offload offload_via offload_fraction recompute gpu_memory_limit device threads
+    beta1 beta2 eps clip dtype adam_dtype loss_scale zero offload offload_via offload_fraction recompute gpu_memory_limit device
+    share_gpu threads
     seed out
     save_every keep resume metrics;
     data eval_data

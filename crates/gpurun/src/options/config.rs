@@ -123,6 +123,7 @@ fn scalar(value: &Value) -> Option<String> {
     match value {
         Value::String(text) => Some(text.clone()),
         Value::Integer(n) => Some(n.to_string()),
+        Value::Boolean(yes) => Some(yes.to_string()),
         // With its point, so that 3.0 is no whole number here either.
         Value::Float(x) => Some(format!("{x:?}")),
         _ => None,

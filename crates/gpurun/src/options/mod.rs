@@ -155,6 +155,8 @@ pub struct TrainOptions {
     pub gpu_memory_limit: Option<Bytes>,
     /// Where the model runs.
     pub device: Device,
+    /// Several ranks may compute on one GPU.
+    pub share_gpu: bool,
     /// Threads per rank; `None` means the processors divided among the ranks of the machine.
     pub threads: Option<usize>,
     /// Seed of weights and data order.

@@ -84,6 +84,7 @@ impl TrainArgs {
             recompute: args.recompute.unwrap_or(Recompute::None),
             gpu_memory_limit: args.gpu_memory_limit,
             device: args.device.unwrap_or(Device::Auto),
+            share_gpu: args.share_gpu.unwrap_or(false),
             threads: args.threads,
             seed: args.seed.unwrap_or(0),
             out: args.out,

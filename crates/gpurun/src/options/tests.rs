@@ -85,6 +85,7 @@ fn every_option_is_taken_from_the_line_and_from_the_file_under_the_same_name() {
         ("recompute", "full", "\"full\""),
         ("gpu-memory-limit", "24GiB", "\"24GiB\""),
         ("device", "cpu", "\"cpu\""),
+        ("share-gpu", "true", "true"),
         ("threads", "2", "2"),
         ("seed", "9", "9"),
         ("out", "somewhere", "\"somewhere\""),
@@ -119,7 +120,7 @@ fn every_option_is_taken_from_the_line_and_from_the_file_under_the_same_name() {
         "seq_len": 64, "micro_batch": 2, "global_batch": 12, "length": {"steps": 50}, "lr": 1e-4, "min_lr": 1e-5,
         "warmup": 3, "schedule": "wsd", "weight_decay": 0.0, "beta1": 0.8, "beta2": 0.99, "eps": 1e-9, "clip": 0.5,
         "dtype": "f16", "adam_dtype": "bf16", "loss_scale": 1024.0, "zero": 2, "offload": "optimizer", "offload_via": "stream",
-        "offload_fraction": 0.5, "recompute": "full", "gpu_memory_limit": 25_769_803_776u64, "device": "cpu", "threads": 2, "seed": 9, "out": "somewhere",
+        "offload_fraction": 0.5, "recompute": "full", "gpu_memory_limit": 25_769_803_776u64, "device": "cpu", "share_gpu": true, "threads": 2, "seed": 9, "out": "somewhere",
         "save_every": 10, "keep": 5, "resume": "auto", "metrics": "m.jsonl",
     });
     for (name, value) in expected.as_object().unwrap() {
@@ -472,6 +473,7 @@ fn every_option_is_either_shaping_or_known_not_to_be() {
         "recompute",
         "gpu_memory_limit",
         "device",
+        "share_gpu",
         "threads",
         "out",
         "save_every",

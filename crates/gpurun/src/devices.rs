@@ -1,0 +1,163 @@
+//! What each rank computes on, and what ranks talk through.
+
+use std::sync::Arc;
+
+use gpurun_comm::{Board, CommError, Communicator, Fabric, Nccl, NcclOptions, StagedCommunicator, prepare_nccl};
+use gpurun_device::{Backend, CpuBackend, CudaBackend, DeviceError, cuda_device_ids};
+use gpurun_engine::{EngineError, HostNetwork, Network};
+use gpurun_types::{Lane, Rank};
+
+use crate::options::{Device, TrainOptions};
+use crate::train::{RankPlace, TrainError};
+
+/// A rank's device, and the way to the devices of the other ranks.
+pub(crate) struct Devices<'a> {
+    /// What this rank computes on.
+    pub backend: Arc<dyn Backend>,
+    transport: Transport<'a>,
+}
+
+enum Transport<'a> {
+    /// Memory that host and device both address, or no other rank.
+    Host(Option<Arc<Fabric>>),
+    /// Copies to host memory and back.
+    Staged(Arc<Fabric>),
+    Nccl(Box<Nccl>, Arc<Fabric>, &'a dyn Board),
+}
+
+/// The GPU of a rank.
+struct Choice {
+    index: u32,
+    /// Ranks on this GPU.
+    sharers: u32,
+}
+
+/// Chooses and opens this rank's device. All ranks decide alike: they tell each other which GPU they would take.
+pub(crate) fn open<'a>(
+    options: &TrainOptions,
+    place: &'a RankPlace<'_>,
+    note: &dyn Fn(&str),
+) -> Result<Devices<'a>, TrainError> {
+    let threads = options.threads.unwrap_or(place.threads);
+    let choice = if options.device == Device::Cpu { None } else { choose(options, place, note)? };
+    let failed = |source| EngineError::SetUp { what: "starting the device", source };
+    let Some(choice) = choice else {
+        let cpu = CpuBackend::new(threads).map_err(failed)?;
+        if options.device == Device::Auto {
+            note(&format!("training on {}", cpu.name()));
+        }
+        return Ok(Devices { backend: Arc::new(cpu), transport: Transport::Host(place.fabric.clone()) });
+    };
+    let cuda = match (CudaBackend::new(choice.index, threads), options.device) {
+        (Ok(cuda), _) => cuda,
+        // A driver without the other libraries: said once, so that nobody waits for a GPU that is not used.
+        (Err(DeviceError::Missing(reason)), Device::Auto) if place.world == 1 => {
+            note(&format!("training on the CPU: {reason}"));
+            let cpu = CpuBackend::new(threads).map_err(failed)?;
+            return Ok(Devices { backend: Arc::new(cpu), transport: Transport::Host(None) });
+        }
+        (Err(error), _) => return Err(TrainError::Device(format!("--device cuda: {error}"))),
+    };
+    let transport = transport(place, choice.sharers, &cuda, note)?;
+    Ok(Devices { backend: Arc::new(cuda), transport })
+}
+
+/// The GPU of this rank; `None` where `--device auto` finds that not every rank can have one.
+fn choose(options: &TrainOptions, place: &RankPlace<'_>, note: &dyn Fn(&str)) -> Result<Option<Choice>, TrainError> {
+    if place.world > 1 {
+        prepare_nccl(options.share_gpu);
+    }
+    let strict = options.device == Device::Cuda;
+    let found = cuda_device_ids();
+    let index = found.as_ref().map_or(0, |ids| place.local_rank as usize % ids.len().max(1));
+    let mine = found.as_ref().ok().and_then(|ids| ids.get(index)).map_or(&[][..], |id| &id[..]);
+    let all = exchange(place, mine)?;
+    match &found {
+        Err(error) if strict => return Err(TrainError::Device(format!("--device cuda: {error}"))),
+        Err(DeviceError::Missing(_)) => return Ok(None),
+        Err(error) => return Err(TrainError::Device(error.to_string())),
+        Ok(ids) if ids.is_empty() && strict => {
+            let what = "--device cuda: this process sees no GPU; CUDA_VISIBLE_DEVICES may hide it";
+            return Err(TrainError::Device(what.to_owned()));
+        }
+        Ok(_) => {}
+    }
+    if all.iter().any(Vec::is_empty) {
+        return Ok(None);
+    }
+    let sharers = all.iter().filter(|id| id.as_slice() == mine).count() as u32;
+    let most = all.iter().map(|id| all.iter().filter(|other| *other == id).count()).max().unwrap_or(1);
+    if most > 1 && !options.share_gpu {
+        let gpus = all.len() / most;
+        let plural = if gpus == 1 { "GPU" } else { "GPUs" };
+        let what = format!("{} ranks would share {gpus} {plural}: use --nproc {gpus}, or --share-gpu", all.len());
+        if strict {
+            return Err(TrainError::Device(format!("--device cuda: {what}")));
+        }
+        note(&format!("not on the GPU: {what}"));
+        return Ok(None);
+    }
+    Ok(Some(Choice { index: index as u32, sharers: sharers.max(1) }))
+}
+
+/// What every rank says, in rank order.
+fn exchange(place: &RankPlace<'_>, mine: &[u8]) -> Result<Vec<Vec<u8>>, TrainError> {
+    let Some(board) = place.board.filter(|_| place.world > 1) else { return Ok(vec![mine.to_vec()]) };
+    let key = |rank: u32| format!("gpurun/gpu/{rank}");
+    board.put(&key(place.rank.0), mine).map_err(TrainError::Board)?;
+    (0..place.world).map(|rank| board.get(&key(rank)).map_err(TrainError::Board)).collect()
+}
+
+/// Rank 0 says which way the ranks talk, so that all go the same one.
+fn transport<'a>(
+    place: &'a RankPlace<'_>,
+    sharers: u32,
+    cuda: &CudaBackend,
+    note: &dyn Fn(&str),
+) -> Result<Transport<'a>, TrainError> {
+    const KEY: &str = "gpurun/transport";
+    let (Some(fabric), Some(board)) = (place.fabric.clone(), place.board) else { return Ok(Transport::Host(None)) };
+    let loaded = Nccl::load(NcclOptions { timeout: place.timeout, ranks_per_gpu: sharers });
+    let first = place.rank == Rank(0);
+    if first {
+        let word: &[u8] = if matches!(loaded, Ok(Some(_))) { b"nccl" } else { b"host" };
+        board.put(KEY, word).map_err(TrainError::Board)?;
+    }
+    let nccl = loaded.map_err(|reason| TrainError::Device(format!("--device cuda: {reason}")))?;
+    let by_nccl = first || board.get(KEY).map_err(TrainError::Board)? == b"nccl";
+    let shared = if sharers > 1 { format!(", {sharers} ranks on each (--share-gpu)") } else { String::new() };
+    match nccl {
+        Some(nccl) if by_nccl => {
+            note(&format!("training on {}{shared} through {}", cuda.name(), nccl.name()));
+            Ok(Transport::Nccl(Box::new(nccl), fabric, board))
+        }
+        None if by_nccl && !first => {
+            Err(TrainError::Device("NCCL, which rank 0 found, is nowhere to be found here".to_owned()))
+        }
+        _ => {
+            note(&format!(
+                "training on {}{shared} through host memory, which is slow: there is no NCCL (`pip install nvidia-nccl-cu13` brings it)",
+                cuda.name()
+            ));
+            Ok(Transport::Staged(fabric))
+        }
+    }
+}
+
+impl Network for Devices<'_> {
+    fn communicator(&self, channel: u32, members: &[Rank], lane: Lane) -> Result<Arc<dyn Communicator>, CommError> {
+        let backend = self.backend.clone();
+        Ok(match &self.transport {
+            Transport::Host(fabric) => {
+                return HostNetwork { fabric: fabric.clone(), backend }.communicator(channel, members, lane);
+            }
+            Transport::Staged(fabric) => {
+                let host = fabric.communicator(channel, members, backend.clone())?;
+                Arc::new(StagedCommunicator::new(host, lane, backend)?)
+            }
+            Transport::Nccl(nccl, fabric, board) => {
+                Arc::new(nccl.communicator((fabric, *board), channel, members, lane, backend)?)
+            }
+        })
+    }
+}
