@@ -120,13 +120,12 @@ impl Communicator for StagedCommunicator {
             for member in 0..n {
                 self.copy(src.slice(member * dst.len + at, len), terms.slice(member * len, len))?;
             }
-            self.settle()?;
-            self.host.reduce_scatter(terms, sum, false)?;
             if accumulate {
-                self.backend.add_assign(self.lane, sum, dst.slice(at, len))?;
-            } else {
-                self.copy(sum, dst.slice(at, len))?;
+                self.copy(dst.slice(at, len), sum)?;
             }
+            self.settle()?;
+            self.host.reduce_scatter(terms, sum, accumulate)?;
+            self.copy(sum, dst.slice(at, len))?;
             self.settle()
         })
     }

@@ -87,9 +87,14 @@ impl FileOptions {
             Value::Array(_) => return Err(self.wrong(key, format!("{key} takes one value, not a list"))),
             value => vec![value],
         };
+        let switch = command
+            .get_arguments()
+            .any(|a| a.get_long() == Some(key) && a.get_possible_values().iter().any(|v| v.matches("true", false)));
         let mut words = Vec::new();
         for value in values {
-            let text = scalar(&value)
+            let yes_or_no = value.as_bool().filter(|_| switch).map(|yes| yes.to_string());
+            let text = yes_or_no
+                .or_else(|| scalar(&value))
                 .ok_or_else(|| self.wrong(key, format!("{key} takes a number or a string, not {}", kind(&value))))?;
             words.push(format!("--{key}={text}"));
         }
@@ -123,7 +128,6 @@ fn scalar(value: &Value) -> Option<String> {
     match value {
         Value::String(text) => Some(text.clone()),
         Value::Integer(n) => Some(n.to_string()),
-        Value::Boolean(yes) => Some(yes.to_string()),
         // With its point, so that 3.0 is no whole number here either.
         Value::Float(x) => Some(format!("{x:?}")),
         _ => None,
