@@ -119,7 +119,7 @@ impl Nccl {
     ) -> Result<ncclUniqueId, CommError> {
         const OP: &str = "NCCL's meeting";
         let failed = |reason: String| CommError::Nccl { operation: OP, reason };
-        let key = format!("gpurun/nccl/{channel}/{}", members[0].0);
+        let key = format!("gpurun/nccl/{channel}/{}-{}", members[0].0, members[members.len() - 1].0);
         let mut id = ncclUniqueId { internal: [0; 128] };
         if index == 0 {
             // SAFETY: NCCL writes to a local.
