@@ -154,32 +154,34 @@ fn small(mnk: [usize; 3], a: Operand, b: Operand, d: &mut [f32], add: bool) {
     unsafe { product(mnk, a, b, d.as_mut_ptr(), mnk[1], add) };
 }
 
-/// One block of query rows: `softmax(scale q k') v` into `o`, and the log of the sums of exponentials.
-fn forward_block(
-    sight: &Sight<'_>,
-    q: Rows<'_>,
-    k: Turned<'_>,
-    v: Rows<'_>,
+/// One block of query rows of the forward, with the keys and values of its head.
+struct Queries<'a> {
+    q: Rows<'a>,
+    k: Turned<'a>,
+    v: Rows<'a>,
     scale: f32,
-    scores: &mut [f32],
-    o: &mut [f32],
-    lse: &mut [f32],
-) {
-    let (m, n, dim) = (sight.rows.len(), sight.keys.len(), q.dim);
-    let mut sums = [0.0; BLOCK];
-    small([m, n, dim], q.plain(), k.from(sight.keys.start), scores, false);
-    for (i, seen) in sight.each() {
-        let row = &mut scores[i * n..(i + 1) * n];
-        row[..seen.start].fill(0.0);
-        row[seen.end..].fill(0.0);
-        let row = &mut row[seen];
-        let highest = kernels::max(row) * scale;
-        sums[i] = kernels::exp_sum(row, scale, highest);
-        lse[i] = highest + sums[i].ln();
-    }
-    small([m, dim, n], Operand::new(scores, n, false), v.from(sight.keys.start).plain(), o, false);
-    for (row, sum) in o.chunks_exact_mut(dim).zip(&sums[..m]) {
-        kernels::scale(row, 1.0 / sum);
+}
+
+impl Queries<'_> {
+    /// `softmax(scale q k') v` into `o`, and the log of the sums of exponentials into `lse`.
+    fn forward(&self, sight: &Sight<'_>, scores: &mut [f32], o: &mut [f32], lse: &mut [f32]) {
+        let Self { q, k, v, scale } = *self;
+        let (m, n, dim) = (sight.rows.len(), sight.keys.len(), q.dim);
+        let mut sums = [0.0; BLOCK];
+        small([m, n, dim], q.plain(), k.from(sight.keys.start), scores, false);
+        for (i, seen) in sight.each() {
+            let row = &mut scores[i * n..(i + 1) * n];
+            row[..seen.start].fill(0.0);
+            row[seen.end..].fill(0.0);
+            let row = &mut row[seen];
+            let highest = kernels::max(row) * scale;
+            sums[i] = kernels::exp_sum(row, scale, highest);
+            lse[i] = highest + sums[i].ln();
+        }
+        small([m, dim, n], Operand::new(scores, n, false), v.from(sight.keys.start).plain(), o, false);
+        for (row, sum) in o.chunks_exact_mut(dim).zip(&sums[..m]) {
+            kernels::scale(row, 1.0 / sum);
+        }
     }
 }
 
@@ -213,7 +215,8 @@ impl CpuBackend {
                     let rows = first..(first + BLOCK).min(seq);
                     let sight = Sight::new(&starts[b * seq..(b + 1) * seq], rows.clone());
                     let q = Head::of(b, seq, packed, head, dim).rows(qkv, rows.clone(), q);
-                    forward_block(&sight, q, k, v, args.scale, scores, o, &mut lse[rows.clone()]);
+                    let block = Queries { q, k, v, scale: args.scale };
+                    block.forward(&sight, scores, o, &mut lse[rows.clone()]);
                     Head::of(b, seq, heads * dim, head, dim).scatter(o, rows, &out);
                 }
             }
