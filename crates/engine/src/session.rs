@@ -191,7 +191,6 @@ impl Session {
         &self,
         mut read: impl FnMut(usize, usize, usize, &mut [f32]) -> Result<(), EngineError>,
     ) -> Result<(), EngineError> {
-        let mut buffer = vec![0.0; CHUNK];
         let plan = &self.machine.plan;
         let homes = plan.homes.iter().map(|home| {
             let (weight, master) = (home.weight, home.master);
@@ -202,20 +201,29 @@ impl Session {
         let replicas = plan.replicas.iter().map(|replica| (replica.unit, vec![replica.weight]));
         for (unit, targets) in homes.chain(replicas) {
             for (region, first) in targets {
-                self.each_piece(unit, region, first, |position, start, piece| {
-                    let mut done = 0;
-                    while done < piece.len {
-                        let len = CHUNK.min(piece.len - done);
-                        read(unit.0 as usize, position, start + done, &mut buffer[..len])?;
-                        let part = Region { start: piece.start + done, len, ..piece };
-                        self.write_f32(&buffer[..len], part)?;
-                        done += len;
-                    }
-                    Ok(())
-                })?;
+                self.fill(unit, region, first, |position, start, out| read(unit.0 as usize, position, start, out))?;
             }
         }
         Ok(())
+    }
+
+    /// Fills a region of a unit's flat buffer, which covers its elements from `first` on, from `read(param, start, out)`.
+    fn fill(
+        &self,
+        unit: UnitId,
+        region: Region,
+        first: usize,
+        mut read: impl FnMut(usize, usize, &mut [f32]) -> Result<(), EngineError>,
+    ) -> Result<(), EngineError> {
+        let mut buffer = vec![0.0; CHUNK.min(region.len)];
+        self.each_piece(unit, region, first, |position, start, piece| {
+            for done in (0..piece.len).step_by(CHUNK) {
+                let len = CHUNK.min(piece.len - done);
+                read(position, start + done, &mut buffer[..len])?;
+                self.write_f32(&buffer[..len], Region { start: piece.start + done, len, ..piece })?;
+            }
+            Ok(())
+        })
     }
 
     /// Calls `body(param, first element within it, region)` for each parameter that `region` overlaps.
@@ -268,19 +276,11 @@ impl Session {
         self.fill_weights(|unit, position, start, out| {
             read(&spec.units[unit].params[position].name, State::Master, start, out)
         })?;
-        let mut buffer = vec![0.0; CHUNK];
         for home in &self.machine.plan.homes {
+            let params = &spec.units[home.unit.0 as usize].params;
             for (state, region) in [(State::M, home.m), (State::V, home.v)] {
-                self.each_piece(home.unit, region, home.master.1, |position, start, piece| {
-                    let name = &spec.units[home.unit.0 as usize].params[position].name;
-                    let mut done = 0;
-                    while done < piece.len {
-                        let len = CHUNK.min(piece.len - done);
-                        read(name, state, start + done, &mut buffer[..len])?;
-                        self.write_f32(&buffer[..len], Region { start: piece.start + done, len, ..piece })?;
-                        done += len;
-                    }
-                    Ok(())
+                self.fill(home.unit, region, home.master.1, |position, start, out| {
+                    read(&params[position].name, state, start, out)
                 })?;
             }
         }
