@@ -38,13 +38,23 @@ impl Control {
 
     /// True on every rank when `flag` is true on any.
     pub fn any(&self, flag: bool) -> Result<bool, EngineError> {
-        let Some(Link { all, backend, view }) = &self.link else { return Ok(flag) };
+        Ok(self.sum(f64::from(u8::from(flag)))? != 0.0)
+    }
+
+    /// The value of the one rank that has one.
+    pub fn told(&self, value: Option<f64>) -> Result<f64, EngineError> {
+        self.sum(value.unwrap_or(0.0))
+    }
+
+    /// The sum of all ranks' values, on every rank.
+    fn sum(&self, value: f64) -> Result<f64, EngineError> {
+        let Some(Link { all, backend, view }) = &self.link else { return Ok(value) };
         let set_up = |source| EngineError::SetUp { what: "a vote", source };
-        let mut bytes = f64::from(u8::from(flag)).to_le_bytes();
+        let mut bytes = value.to_le_bytes();
         backend.upload(&bytes, *view).map_err(set_up)?;
         all.all_reduce(*view).map_err(control("a vote of all ranks"))?;
         backend.download(*view, &mut bytes).map_err(set_up)?;
-        Ok(f64::from_le_bytes(bytes) != 0.0)
+        Ok(f64::from_le_bytes(bytes))
     }
 
     /// Returns when every rank has called it.

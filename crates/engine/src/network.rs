@@ -121,15 +121,43 @@ impl Links {
     }
 }
 
-/// Channel of the messages from one rank to another. Pairs that share a channel must not overlap: neighbouring stages take
-/// turns by where the pair begins, and all other pairs that plans have (the ends of the pipeline) are one for each replica.
+/// Channel of the messages from one rank to another. Pairs that share a channel must not overlap. Pairs of stages `d` apart
+/// that begin in the same stretch of `d` stages do not, nor do those of every other stretch: so each distance has two colours.
 fn message_channel(mesh: Mesh, from: Rank, to: Rank) -> u32 {
     let (a, b) = (from.0 / mesh.dp, to.0 / mesh.dp);
-    let pair = if a.abs_diff(b) == 1 { a.min(b) % 2 } else { 2 };
-    MESSAGES + 2 * pair + u32::from(a < b)
+    let distance = a.abs_diff(b);
+    let colour = 2 * (distance - 1) + a.min(b) / distance % 2;
+    MESSAGES + 2 * colour + u32::from(a < b)
 }
 
 /// Index in a communicator of messages: members are in the order of their ranks.
 pub(crate) fn message_index(of: Rank, other: Rank) -> usize {
     usize::from(of > other)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pairs_that_share_a_channel_do_not_overlap() {
+        let _limit = testkit::time_limit(10);
+        for (dp, pp) in [(1, 2), (2, 2), (1, 8), (3, 4), (2, 15)] {
+            let mesh = Mesh { dp, pp };
+            let mut members: BTreeMap<u32, Vec<Rank>> = BTreeMap::new();
+            for (a, b, replica) in (0..pp).flat_map(|a| (0..a).flat_map(move |b| (0..dp).map(move |r| (a, b, r)))) {
+                let (low, high) = (Rank(b * dp + replica), Rank(a * dp + replica));
+                for (from, to) in [(low, high), (high, low)] {
+                    members.entry(message_channel(mesh, from, to)).or_default().extend([from, to]);
+                }
+            }
+            for (channel, mut ranks) in members {
+                let all = ranks.len();
+                ranks.sort_unstable();
+                ranks.dedup();
+                assert_eq!(ranks.len(), all, "channel {channel} of {mesh:?}");
+                assert!((MESSAGES..63).contains(&channel), "channel {channel} of {mesh:?}");
+            }
+        }
+    }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use gpurun_comm::CommError;
 use gpurun_device::{Backend, DeviceError, ScalarSlot};
 use gpurun_model::{BatchShape, Model, init};
-use gpurun_plan::{MemoryItem, Plan, PlanOptions, Program, Region, UnitId, memory_report};
+use gpurun_plan::{MemoryItem, Op, Plan, PlanOptions, Program, Region, UnitId, memory_report};
 use gpurun_types::{Bytes, DType, Rank, View};
 use half::{bf16, f16};
 
@@ -138,6 +138,11 @@ impl Session {
     pub fn replica(&self) -> (usize, usize) {
         let dp = self.options.plan.mesh.dp;
         ((self.rank.0 % dp) as usize, dp as usize)
+    }
+
+    /// Stages of the pipeline.
+    pub fn stages(&self) -> u32 {
+        self.options.plan.mesh.pp
     }
 
     /// Sizes of the device and the host arena: exactly what is allocated.
@@ -336,28 +341,30 @@ impl Session {
         Ok(self.read_f64(self.machine.plan.eval_losses)?.iter().sum())
     }
 
-    /// Logits of token row `row` after a forward over one micro-batch. Every rank must call it with the same inputs.
+    /// Logits of token row `row` after a forward over one micro-batch; `None` on ranks that do not hold the loss unit. Every
+    /// rank must call it with the same inputs.
     pub fn logits(
         &self,
         row: usize,
         step: u64,
         inputs: StepInputs,
         watcher: &dyn Watcher,
-    ) -> Result<Vec<f32>, EngineError> {
+    ) -> Result<Option<Vec<f32>>, EngineError> {
         self.set_inputs(&inputs)?;
         self.interpreter.evaluate(Some(LogitsRequest { row }), step, watcher)?;
         let plan = &self.machine.plan;
+        let head = UnitId(self.machine.spec.units.len() as u32 - 1);
         let io = plan.evaluate.instrs.iter().rev().find_map(|i| match &i.op {
-            gpurun_plan::Op::Forward { io, .. } => Some(io),
+            Op::Forward { io, unit, .. } if *unit == head => Some(io),
             _ => None,
         });
-        let io = io.expect("an evaluation has a forward");
+        let Some(io) = io else { return Ok(None) };
         let view = self.machine.logits_view(io).map_err(set_up("sampling"))?;
         let mut bytes = vec![0; view.bytes() as usize];
         self.machine.backend.download(view, &mut bytes).map_err(set_up("sampling"))?;
         let mut out = vec![0.0; view.len];
         decode(&bytes, view.dtype, &mut out);
-        Ok(out)
+        Ok(Some(out))
     }
 
     fn set_inputs(&self, inputs: &StepInputs) -> Result<(), EngineError> {

@@ -13,8 +13,9 @@ const SCHEDULES: [Schedule; 2] = [Schedule::Gpipe, Schedule::OneFOneB];
 fn stages_times_replicas_give_the_bits_of_replicas_alone() {
     let _limit = testkit::time_limit(240);
     for (ranks, stage) in [(1, 0), (2, 0), (2, 1), (2, 2), (2, 3)] {
-        for micro_batches in [1, 2, 6] {
-            let base = Case { ranks, stage, micro_batches, steps: 2, ..Case::plain(llama()) };
+        for micro_batches in [1, 2, 4, 7, 8] {
+            let global_batch = (ranks * micro_batches) as usize;
+            let base = Case { ranks, stage, micro_batches, global_batch, steps: 2, ..Case::plain(llama()) };
             let alone = base.run();
             for schedule in SCHEDULES {
                 for pp in [2, 4] {

@@ -40,15 +40,33 @@ impl Planner<'_> {
         Ok((spec, sketch))
     }
 
-    fn device_bytes(&self, options: &TrainOptions) -> Result<Bytes, TrainError> {
-        Ok(self.sketch(options)?.1.largest().device_bytes)
-    }
-
     /// Sequences that a micro-batch may have, the largest first.
     pub(crate) fn micro_batches(&self, options: &TrainOptions) -> Result<Vec<usize>, TrainError> {
         let whole = options.micro_batches(self.world)?;
         let share = whole.sequences * whole.count as usize;
         Ok((1..=share).rev().filter(|n| share.is_multiple_of(*n)).collect())
+    }
+
+    /// Of micro-batches, the largest first, that which to take within `limit`: the largest that fits, or in a pipeline, which
+    /// few micro-batches leave idle, that of the shortest estimated step.
+    fn choose(&self, options: &TrainOptions, choices: &[usize], limit: Bytes) -> Result<Option<usize>, TrainError> {
+        let machine = machine(None, options, self.world);
+        let mut best: Option<(f64, usize)> = None;
+        for &sequences in choices {
+            let changed = TrainOptions { micro_batch: Some(sequences), ..options.clone() };
+            let (spec, sketch) = self.sketch(&changed)?;
+            if sketch.largest().device_bytes > limit {
+                continue;
+            }
+            if options.pp == 1 {
+                return Ok(Some(sequences));
+            }
+            let seconds = estimate_sketch(&sketch, &spec, &machine);
+            if best.is_none_or(|(least, _)| seconds < least) {
+                best = Some((seconds, sequences));
+            }
+        }
+        Ok(best.map(|(_, sequences)| sequences))
     }
 }
 
@@ -69,14 +87,12 @@ pub(crate) fn fitted(
         Some(given) => vec![given],
         None => planner.micro_batches(options)?,
     };
-    let mut smallest = options.clone();
-    for sequences in choices {
-        smallest.micro_batch = Some(sequences);
-        if planner.device_bytes(&smallest)? <= limit {
-            let micro = smallest.micro_batches(world)?;
-            return Ok((smallest, micro));
-        }
+    if let Some(sequences) = planner.choose(options, &choices, limit)? {
+        let chosen = TrainOptions { micro_batch: Some(sequences), ..options.clone() };
+        let micro = chosen.micro_batches(world)?;
+        return Ok((chosen, micro));
     }
+    let smallest = TrainOptions { micro_batch: choices.last().copied(), ..options.clone() };
     Err(TrainError::DoesNotFit(Box::new(explain(&planner, &smallest, limit)?)))
 }
 

@@ -8,15 +8,15 @@ use gpurun_device::{CpuSizes, CudaSizes, ScratchSizes};
 use gpurun_engine::{EngineError, model_spec};
 use gpurun_model::BatchShape;
 use gpurun_plan::{
-    CollectiveVolume, Drawing, MemoryItem, ModelSpec, OffloadVia, Plan, Recompute, Timeline, checkpoint_bytes,
-    collective_volume, estimate, memory_report, svg, trace,
+    CollectiveVolume, Drawing, MemoryItem, ModelSpec, OffloadVia, Plan, Recompute, Timeline, UnitHome,
+    checkpoint_bytes, collective_volume, estimate, memory_report, svg, trace,
 };
-use gpurun_types::{Bytes, Place};
+use gpurun_types::{Bytes, Lane, Place};
 use serde::Serialize;
 
 use crate::command::{Failure, command};
 use crate::fit::{Planner, fitted, machine};
-use crate::options::{Device, MicroBatches, Offload, TrainArgs, TrainOptions};
+use crate::options::{Device, MicroBatches, Offload, PipelineSchedule, TrainArgs, TrainOptions, spelled};
 use crate::search::search;
 use crate::train::{TrainError, plan_options};
 
@@ -35,7 +35,7 @@ struct PlanArgs {
     /// Machine for which times are estimated: cpu, h200, a100 or l40s [default: h200 with --device cuda, or cpu]
     #[arg(long, value_name = "NAME", value_parser = PossibleValuesParser::new(gpurun_plan::Machine::NAMES))]
     machine: Option<String>,
-    /// List the settings of --zero, --recompute, --micro-batch and --offload that give the shortest estimated step within
+    /// List the settings of --pp, --zero, --recompute, --micro-batch and --offload that give the shortest estimated step within
     /// --gpu-memory-limit; those that are given stay as they are
     #[arg(long, conflicts_with_all = ["listing", "draw", "trace"])]
     search: bool,
@@ -54,7 +54,27 @@ struct Report {
     micro_batches: u32,
     sequences: usize,
     estimate: Estimate,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pipeline: Option<Pipeline>,
     ranks: Vec<RankReport>,
+}
+
+/// How layers are placed over the stages of a pipeline.
+#[derive(Debug, Serialize)]
+struct Pipeline {
+    schedule: PipelineSchedule,
+    /// Idle share of a step when all stages take equally long and messages no time.
+    ideal_bubble: f64,
+    stages: Vec<StageReport>,
+}
+
+#[derive(Debug, Serialize)]
+struct StageReport {
+    /// Names of the first and the last unit.
+    units: [String; 2],
+    unit_count: usize,
+    /// Estimated share of the step in which the compute lane has nothing to do.
+    idle: f64,
 }
 
 /// How long a step would take.
@@ -113,7 +133,7 @@ fn show(args: PlanArgs, nproc: u32) -> Result<String, Failure> {
     if args.listing {
         return Ok(planned.plan.ranks[0].train_listing().to_string());
     }
-    let report = planned.report(&timeline, nproc);
+    let report = planned.report(&timeline);
     if args.json {
         let text = serde_json::to_string(&report).expect("a report is plain data");
         return Ok(text + "\n");
@@ -175,8 +195,12 @@ fn title(options: &TrainOptions, micro: &MicroBatches, world: u32) -> String {
         (Offload::Optimizer, OffloadVia::Host) => ", Adam on the host",
         (Offload::Optimizer, OffloadVia::Stream) => ", Adam state streamed from the host",
     };
+    let pipeline = match options.pp {
+        1 => String::new(),
+        pp => format!(", {pp} stages ({})", spelled(options.pp_schedule)),
+    };
     format!(
-        "{}, {}, {ranks}, ZeRO {}{recompute}{offload}, {} micro-batches of {} x {} tokens",
+        "{}, {}, {ranks}{pipeline}, ZeRO {}{recompute}{offload}, {} micro-batches of {} x {} tokens",
         options.model.describe(),
         options.dtype,
         options.zero,
@@ -221,12 +245,13 @@ impl Planned {
         Ok(Self { options, micro, spec, plan })
     }
 
-    fn report(&self, timeline: &Timeline, nproc: u32) -> Report {
+    fn report(&self, timeline: &Timeline) -> Report {
+        let mesh = self.plan.options.mesh;
         let ranks = self.plan.ranks.iter().map(|rank| RankReport {
             rank: rank.rank.0,
             device_peak_bytes: rank.device_bytes,
             host_peak_bytes: rank.host_bytes,
-            checkpoint_bytes: checkpoint_bytes(rank, nproc),
+            checkpoint_bytes: checkpoint_bytes(rank, mesh.dp),
             collectives: collective_volume(rank),
             items: memory_report(rank),
         });
@@ -240,7 +265,27 @@ impl Planned {
                 step_seconds: timeline.seconds,
                 tokens_per_second: tokens / timeline.seconds,
             },
+            pipeline: (mesh.pp > 1).then(|| self.pipeline(timeline)),
             ranks: ranks.collect(),
+        }
+    }
+
+    fn pipeline(&self, timeline: &Timeline) -> Pipeline {
+        let gpurun_plan::PlanOptions { mesh, schedule, micro_batches, .. } = self.plan.options;
+        let name = |home: Option<&UnitHome>| home.map(|h| self.spec.units[h.unit.0 as usize].name.clone());
+        let stage = |stage: u32| {
+            let rank = (stage * mesh.dp) as usize;
+            let homes = &self.plan.ranks[rank].homes;
+            StageReport {
+                units: [homes.first(), homes.last()].map(|home| name(home).unwrap_or_default()),
+                unit_count: homes.len(),
+                idle: 1.0 - timeline.busy(&self.plan, rank, Lane::Compute) / timeline.seconds,
+            }
+        };
+        Pipeline {
+            schedule: self.options.pp_schedule,
+            ideal_bubble: schedule.bubble(mesh.pp, micro_batches),
+            stages: (0..mesh.pp).map(stage).collect(),
         }
     }
 }
@@ -257,6 +302,9 @@ fn tables(report: &Report) -> String {
         report.estimate.step_seconds,
         report.estimate.tokens_per_second
     );
+    if let Some(pipeline) = &report.pipeline {
+        text.push_str(&stages(pipeline));
+    }
     let mut start = 0;
     while start < report.ranks.len() {
         let first = &report.ranks[start];
@@ -264,6 +312,21 @@ fn tables(report: &Report) -> String {
         let who = if count == 1 { format!("rank {start}") } else { format!("ranks {start} to {}", start + count - 1) };
         text.push_str(&table(&who, first));
         start += count;
+    }
+    text
+}
+
+fn stages(pipeline: &Pipeline) -> String {
+    let mut text = format!(
+        "{} stages in the order of {}; idle {:.1} % of a step if all took equally long\n",
+        pipeline.stages.len(),
+        spelled(pipeline.schedule),
+        100.0 * pipeline.ideal_bubble
+    );
+    for (index, stage) in pipeline.stages.iter().enumerate() {
+        let [first, last] = &stage.units;
+        let units = if stage.unit_count == 1 { first.clone() } else { format!("{first} to {last}") };
+        text.push_str(&format!("  stage {index}: {units}, estimated idle {:.1} %\n", 100.0 * stage.idle));
     }
     text
 }

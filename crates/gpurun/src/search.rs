@@ -52,7 +52,34 @@ pub(crate) fn search(
 
 fn candidates(planner: &Planner<'_>, options: &TrainOptions) -> Result<Vec<TrainOptions>, TrainError> {
     let free = |name: &str| !options.was_given(name);
-    let zero = if free("zero") && planner.world > 1 { vec![0, 1, 2, 3] } else { vec![options.zero] };
+    let stages = match free("pp") {
+        true => (1..=planner.world).filter(|pp| planner.world.is_multiple_of(*pp)).collect(),
+        false => vec![options.pp],
+    };
+    let (mut all, mut refused) = (Vec::new(), None);
+    for pp in stages.into_iter().filter(|pp| *pp as usize <= planner.model.units.len()) {
+        match staged(planner, &TrainOptions { pp, ..options.clone() }) {
+            Ok(more) => all.extend(more),
+            // So many replicas cannot share the step; fewer may.
+            Err(error) => refused = Some(error),
+        }
+    }
+    match refused {
+        Some(error) if all.is_empty() => Err(error),
+        _ => Ok(all),
+    }
+}
+
+/// The candidates with the stages of `options`.
+fn staged(planner: &Planner<'_>, options: &TrainOptions) -> Result<Vec<TrainOptions>, TrainError> {
+    let free = |name: &str| !options.was_given(name);
+    let replicas = options.mesh(planner.world)?.dp;
+    let zero = match (free("zero"), replicas) {
+        (false, _) => vec![options.zero],
+        // One replica has nothing to shard.
+        (true, 1) => vec![0],
+        (true, _) => vec![0, 1, 2, 3],
+    };
     let recompute = match free("recompute") {
         true => vec![Recompute::None, Recompute::Selective, Recompute::Full],
         false => vec![options.recompute],
@@ -89,8 +116,13 @@ fn candidates(planner: &Planner<'_>, options: &TrainOptions) -> Result<Vec<Train
 
 fn flags(planner: &Planner<'_>, o: &TrainOptions) -> Result<String, TrainError> {
     let micro = o.micro_batches(planner.world)?;
-    let mut text =
-        format!("--zero {} --recompute {} --micro-batch {}", o.zero, recompute_name(o.recompute), micro.sequences);
+    let mut text = if o.pp > 1 { format!("--pp {} ", o.pp) } else { String::new() };
+    text.push_str(&format!(
+        "--zero {} --recompute {} --micro-batch {}",
+        o.zero,
+        recompute_name(o.recompute),
+        micro.sequences
+    ));
     if o.offload == Offload::Optimizer {
         let via = if o.offload_via == OffloadVia::Host { "host" } else { "stream" };
         text.push_str(&format!(" --offload optimizer --offload-via {via}"));

@@ -16,16 +16,16 @@ use gpurun_engine::{
     Trainer,
 };
 use gpurun_model::{BatchShape, Model, ModelError};
-use gpurun_plan::{Mesh, PlanOptions, Policy, Schedule};
+use gpurun_plan::{PlanOptions, Policy, Schedule};
 use gpurun_types::{Place, Rank};
 
 use crate::corpus;
 use crate::devices::{self, Devices};
 use crate::fit::{DoesNotFit, fitted};
-use crate::options::{ModelChoice, Offload, OptionsError, Resume, Tokenizer, TrainOptions};
+use crate::options::{ModelChoice, Offload, OptionsError, PipelineSchedule, Resume, Tokenizer, TrainOptions};
 
 /// Channel of votes and barriers; the plan's channels are below.
-const CONTROL_CHANNEL: u32 = 32;
+const CONTROL_CHANNEL: u32 = 63;
 
 /// Held-out sequences per evaluation, at most: enough for a loss that is steady to about a percent.
 const EVAL_SEQUENCES: usize = 64;
@@ -245,7 +245,7 @@ fn open_session(
 pub(crate) fn plan_options(options: &TrainOptions, world: u32) -> Result<PlanOptions, TrainError> {
     let optim = if options.offload == Offload::Optimizer { Place::Host } else { Place::Device };
     Ok(PlanOptions {
-        mesh: Mesh { dp: world, pp: 1 },
+        mesh: options.mesh(world)?,
         micro_batches: options.micro_batches(world)?.count,
         policy: Policy::for_stage(options.zero, optim).map_err(EngineError::from)?,
         dtype: options.dtype,
@@ -253,7 +253,10 @@ pub(crate) fn plan_options(options: &TrainOptions, world: u32) -> Result<PlanOpt
         offload_via: options.offload_via,
         offload_fraction: options.offload_fraction,
         recompute: options.recompute,
-        schedule: Schedule::OneFOneB,
+        schedule: match options.pp_schedule {
+            PipelineSchedule::Gpipe => Schedule::Gpipe,
+            PipelineSchedule::OneFOneB => Schedule::OneFOneB,
+        },
     })
 }
 
@@ -397,9 +400,12 @@ impl Job<'_> {
                 *to = *token as i32;
             }
             let inputs = StepInputs { micros: vec![batch], learning_rate: 0.0, loss_factor: 1.0 };
-            let mut logits = self.session.logits(window.len() - 1, step, inputs, self.observer)?;
-            logits.truncate(tokenizer.vocabulary());
-            let next = sampler.next(&logits) as u32;
+            let logits = self.session.logits(window.len() - 1, step, inputs, self.observer)?;
+            let chosen = logits.map(|mut logits| {
+                logits.truncate(tokenizer.vocabulary());
+                sampler.next(&logits) as u32
+            });
+            let next = self.agreed(chosen)?;
             if next == tokenizer.end_of_text() {
                 break;
             }
@@ -407,5 +413,16 @@ impl Job<'_> {
         }
         self.note(&format!("sample: {}", tokenizer.decode(&text[1..])));
         Ok(())
+    }
+
+    /// The token that the last stage chose. Its replicas choose alike, and the other stages have nothing to choose from.
+    fn agreed(&self, chosen: Option<u32>) -> Result<u32, EngineError> {
+        match (chosen, self.session.stages()) {
+            (Some(token), 1) => Ok(token),
+            (chosen, _) => {
+                let word = chosen.filter(|_| self.session.replica().0 == 0);
+                Ok(self.control.told(word.map(f64::from))? as u32)
+            }
+        }
     }
 }

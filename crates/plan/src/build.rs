@@ -82,7 +82,11 @@ fn check(spec: &ModelSpec, options: &PlanOptions) -> Result<(), PlanError> {
     }
     if options.mesh.pp == 0 || options.mesh.pp as usize > spec.units.len() {
         let (pp, units) = (options.mesh.pp, spec.units.len());
-        return setting("pp", format!("{pp} stages cannot share the {units} units of the model; use 1 to {units}"));
+        return Err(PlanError::Together {
+            first: format!("pp {pp}"),
+            second: format!("a model of {units} units"),
+            problem: format!("each stage needs a unit of its own; use 1 to {units} stages"),
+        });
     }
     if options.micro_batches == 0 {
         return setting("micro-batches", "there must be at least one".to_owned());
@@ -102,8 +106,8 @@ fn check(spec: &ModelSpec, options: &PlanOptions) -> Result<(), PlanError> {
     let (param, grad, optim) = (options.policy.param, options.policy.grad, options.policy.optim);
     if sharded(param) && !sharded(grad) || sharded(grad) && !sharded(optim) {
         return Err(PlanError::Together {
-            first: "a policy that shards parameters or gradients",
-            second: "one that replicates gradients or optimizer state",
+            first: "a policy that shards parameters or gradients".to_owned(),
+            second: "one that replicates gradients or optimizer state".to_owned(),
             problem: "shard optimizer state first, then gradients, then parameters (ZeRO 1, 2, 3)".to_owned(),
         });
     }

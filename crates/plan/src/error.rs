@@ -17,9 +17,9 @@ pub enum PlanError {
     #[error("{first} and {second} cannot go together: {problem}")]
     Together {
         /// One setting.
-        first: &'static str,
+        first: String,
         /// The other.
-        second: &'static str,
+        second: String,
         /// Why, and what would work.
         problem: String,
     },

@@ -271,8 +271,9 @@ fn what_cannot_be_is_refused_by_name() {
     assert!(refused(options(0, 0, 1)).starts_with("ranks"));
     assert!(refused(options(1, 0, 0)).starts_with("micro-batches"));
     assert!(refused(PlanOptions { offload_fraction: 1.5, ..options(1, 0, 1) }).starts_with("offload-fraction"));
-    assert!(
-        refused(PlanOptions { mesh: Mesh { dp: 1, pp: 3 }, ..options(1, 0, 1) }).starts_with("pp: 3 stages cannot")
+    assert_eq!(
+        refused(PlanOptions { mesh: Mesh { dp: 1, pp: 3 }, ..options(1, 0, 1) }),
+        "pp 3 and a model of 2 units cannot go together: each stage needs a unit of its own; use 1 to 2 stages"
     );
     let mut mixed = options(2, 3, 1);
     mixed.policy.grad.layout = Layout::Replicated;

@@ -7,7 +7,7 @@ use clap::{Args, ValueEnum};
 use gpurun_plan::{OffloadVia, Recompute};
 use gpurun_types::{Bytes, DType};
 
-use super::{Device, MicroBatch, Offload, Schedule};
+use super::{Device, MicroBatch, Offload, PipelineSchedule, Schedule};
 
 /// Options of `train`. Those that are absent come from the configuration file, and then from the defaults.
 // Negative numbers are let through to the checks, which say what is wrong with them. Clap takes -1e-3 for flags unless
@@ -36,8 +36,9 @@ pub struct TrainArgs {
     /// Tokens per sequence [default: 128]
     #[arg(long, value_name = "TOKENS", allow_negative_numbers = true, help_heading = "Batch and length")]
     pub seq_len: Option<usize>,
-    /// Sequences per micro-batch of a rank, or `auto`: the most that fit --gpu-memory-limit [default: auto with a limit;
-    /// without one, the most up to 8 that divides the rank's share of a step]
+    /// Sequences per micro-batch of a rank, or `auto`: the most that fit --gpu-memory-limit, with --pp those of the shortest
+    /// estimated step [default: auto with a limit; without one, the most up to 8 that divides the rank's share of a step, into
+    /// at least two micro-batches for each stage of --pp where the share allows]
     #[arg(long, value_name = "SEQUENCES|auto", value_parser = micro_batch, allow_negative_numbers = true, help_heading = "Batch and length")]
     pub micro_batch: Option<MicroBatch>,
     /// Sequences per step over all ranks [default: 24]
@@ -101,6 +102,13 @@ pub struct TrainArgs {
     /// part (one matrix product of a block), attention and the residual stream being kept; or whole blocks [default: none]
     #[arg(long, value_parser = recompute(), help_heading = "Precision and memory")]
     pub recompute: Option<Recompute>,
+    /// Pipeline stages that the layers are placed on, one after the other; the ranks of each stage (the number of ranks over
+    /// this) are data-parallel replicas [default: 1]
+    #[arg(long, value_name = "STAGES", allow_negative_numbers = true, help_heading = "Pipeline")]
+    pub pp: Option<u32>,
+    /// Order of micro-batches on the stages of --pp [default: 1f1b]
+    #[arg(long, value_enum, help_heading = "Pipeline")]
+    pub pp_schedule: Option<PipelineSchedule>,
     /// Most device memory of a rank, for example 24GiB: micro-batches become as large as fit, and what cannot fit is refused
     /// before the first step, with what would [default: no limit]
     #[arg(long, value_name = "BYTES", value_parser = bytes, help_heading = "Precision and memory")]
@@ -163,7 +171,7 @@ macro_rules! for_all {
 
 for_all!(
     model dropout eval_every tokenizer seq_len micro_batch global_batch steps epochs lr min_lr warmup schedule weight_decay
-    beta1 beta2 eps clip dtype adam_dtype loss_scale zero offload offload_via offload_fraction recompute gpu_memory_limit device
+    beta1 beta2 eps clip dtype adam_dtype loss_scale zero offload offload_via offload_fraction recompute pp pp_schedule gpu_memory_limit device
     share_gpu threads
     seed out
     save_every keep resume metrics;

@@ -30,6 +30,7 @@ use gpurun_plan::{OffloadVia, Recompute};
 use gpurun_types::{Bytes, DType};
 use serde::{Deserialize, Serialize};
 
+pub(crate) use args::spelled;
 pub use args::{TrainArgs, one_line};
 pub use error::OptionsError;
 pub use model::{ModelChoice, ModelOptions};
@@ -63,6 +64,18 @@ pub enum Offload {
     None,
     /// Master weights and Adam's moments.
     Optimizer,
+}
+
+/// Order of micro-batches on the stages of a pipeline.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum PipelineSchedule {
+    /// All forwards, then all backwards; holds the activations of every micro-batch.
+    Gpipe,
+    /// One forward, one backward, after as many forwards as there are later stages.
+    #[value(name = "1f1b")]
+    #[serde(rename = "1f1b")]
+    OneFOneB,
 }
 
 /// What `--micro-batch` says.
@@ -151,6 +164,10 @@ pub struct TrainOptions {
     pub offload_fraction: f64,
     /// What is computed again in the backward.
     pub recompute: Recompute,
+    /// Pipeline stages.
+    pub pp: u32,
+    /// Order of micro-batches on the stages.
+    pub pp_schedule: PipelineSchedule,
     /// Most device memory of a rank; `None` means no limit.
     pub gpu_memory_limit: Option<Bytes>,
     /// Where the model runs.

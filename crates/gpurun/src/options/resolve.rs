@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use gpurun_model::Dropout;
-use gpurun_plan::{OffloadVia, Recompute};
+use gpurun_plan::{Mesh, OffloadVia, Recompute};
 use gpurun_types::DType;
 use serde::Deserialize;
 
@@ -11,7 +11,9 @@ use super::args::{TrainArgs, spelled};
 use super::config::{self, FileOptions};
 use super::error::{OptionsError, Origins};
 use super::model::{ModelChoice, ModelOptions};
-use super::{Device, Length, MicroBatch, MicroBatches, Offload, Resume, Schedule, Tokenizer, TrainOptions};
+use super::{
+    Device, Length, MicroBatch, MicroBatches, Offload, PipelineSchedule, Resume, Schedule, Tokenizer, TrainOptions,
+};
 
 /// Most sequences that a micro-batch gets when it is not given.
 const MICRO_BATCH: usize = 8;
@@ -82,6 +84,8 @@ impl TrainArgs {
             offload_via: args.offload_via.unwrap_or(OffloadVia::Host),
             offload_fraction: args.offload_fraction.unwrap_or(1.0),
             recompute: args.recompute.unwrap_or(Recompute::None),
+            pp: args.pp.unwrap_or(1),
+            pp_schedule: args.pp_schedule.unwrap_or(PipelineSchedule::OneFOneB),
             gpu_memory_limit: args.gpu_memory_limit,
             device: args.device.unwrap_or(Device::Auto),
             share_gpu: args.share_gpu.unwrap_or(false),
@@ -145,6 +149,7 @@ impl Check<'_> {
         self.at_least_one("micro-batch", sequences(a.micro_batch), "such as 4")?;
         self.at_least_one("global-batch", a.global_batch, "such as 24")?;
         self.at_least_one("threads", a.threads, "or leave it out")?;
+        self.at_least_one("pp", a.pp, "or leave it out")?;
         self.at_least_one("keep", a.keep, "or leave it out to keep 2")?;
         self.at_least_one("steps", a.steps, "such as 300")?;
         self.at_least_one("save-every", a.save_every, "or leave it out to save every 500 steps")?;
@@ -193,6 +198,9 @@ impl Check<'_> {
         let mend = "add --offload optimizer, or leave it out";
         needs("offload-via", a.offload_via.is_some(), no_offload, offload, mend)?;
         needs("offload-fraction", a.offload_fraction.is_some(), no_offload, offload, mend)?;
+        let piped = a.pp.is_some_and(|pp| pp > 1);
+        let mend = "add --pp STAGES, or leave it out";
+        needs("pp-schedule", a.pp_schedule.is_some(), "has no effect without a pipeline", piped, mend)?;
         let evaluated = a.eval_every != Some(0);
         needs(
             "eval-data",
@@ -271,23 +279,44 @@ impl Check<'_> {
 }
 
 impl TrainOptions {
-    /// How a step is cut among `world` ranks that each train on their own sequences.
+    /// How `world` ranks are arranged: `--pp` stages, and the rest replicas.
     ///
     /// # Errors
-    /// When the global batch does not divide; names the nearest ones that do.
+    /// When the ranks cannot be shared out equally among the stages.
+    pub fn mesh(&self, world: u32) -> Result<Mesh, OptionsError> {
+        let (world, pp) = (world.max(1), self.pp.max(1));
+        if !world.is_multiple_of(pp) {
+            let ranks = if world == 1 { "1 rank".to_owned() } else { format!("{world} ranks") };
+            let what = format!("{ranks} (--nproc) cannot be shared equally by {pp} stages");
+            let divisors: Vec<String> =
+                (1..=world).filter(|d| world.is_multiple_of(*d)).map(|d| d.to_string()).collect();
+            let mend = format!("use --pp {}, or --nproc {}", divisors.join(" or "), world.next_multiple_of(pp));
+            return Err(self.origins.invalid("pp", what, mend));
+        }
+        Ok(Mesh { dp: world / pp, pp })
+    }
+
+    /// How a step is cut among the replicas of `world` ranks, which each train on their own sequences.
+    ///
+    /// # Errors
+    /// When the global batch or the ranks do not divide; names the nearest that do.
     pub fn micro_batches(&self, world: u32) -> Result<MicroBatches, OptionsError> {
-        let (batch, ranks) = (self.global_batch, world.max(1) as usize);
+        let mesh = self.mesh(world)?;
+        let (batch, ranks) = (self.global_batch, mesh.dp as usize);
         let unit = ranks * self.micro_batch.unwrap_or(1);
         if !batch.is_multiple_of(unit) {
             let of = self.micro_batch.map_or_else(String::new, |m| format!(" with micro-batches of {m}"));
-            let plural = if ranks == 1 { "rank" } else { "ranks" };
-            let what = format!("{batch} sequences cannot be shared equally by {ranks} {plural}{of}");
+            let who = if mesh.pp > 1 { "replica" } else { "rank" };
+            let plural = if ranks == 1 { "" } else { "s" };
+            let what = format!("{batch} sequences cannot be shared equally by {ranks} {who}{plural}{of}");
             let (below, above) = (batch / unit * unit, batch.next_multiple_of(unit));
             let mend = if below == 0 { format!("use {above}") } else { format!("use {below} or {above}") };
             return Err(self.origins.invalid("global-batch", what, mend));
         }
         let share = batch / ranks;
-        let sequences = self.micro_batch.unwrap_or_else(|| largest_divisor(share, MICRO_BATCH));
+        // Few micro-batches leave a pipeline idle: at least two for each stage, where there are that many sequences.
+        let most = if mesh.pp > 1 { MICRO_BATCH.min(share / (2 * mesh.pp as usize)).max(1) } else { MICRO_BATCH };
+        let sequences = self.micro_batch.unwrap_or_else(|| largest_divisor(share, most));
         Ok(MicroBatches { sequences, count: (share / sequences) as u32 })
     }
 

@@ -83,6 +83,8 @@ fn every_option_is_taken_from_the_line_and_from_the_file_under_the_same_name() {
         ("offload-via", "stream", "\"stream\""),
         ("offload-fraction", "0.5", "0.5"),
         ("recompute", "full", "\"full\""),
+        ("pp", "2", "2"),
+        ("pp-schedule", "gpipe", "\"gpipe\""),
         ("gpu-memory-limit", "24GiB", "\"24GiB\""),
         ("device", "cpu", "\"cpu\""),
         ("share-gpu", "true", "true"),
@@ -120,7 +122,7 @@ fn every_option_is_taken_from_the_line_and_from_the_file_under_the_same_name() {
         "seq_len": 64, "micro_batch": 2, "global_batch": 12, "length": {"steps": 50}, "lr": 1e-4, "min_lr": 1e-5,
         "warmup": 3, "schedule": "wsd", "weight_decay": 0.0, "beta1": 0.8, "beta2": 0.99, "eps": 1e-9, "clip": 0.5,
         "dtype": "f16", "adam_dtype": "bf16", "loss_scale": 1024.0, "zero": 2, "offload": "optimizer", "offload_via": "stream",
-        "offload_fraction": 0.5, "recompute": "full", "gpu_memory_limit": 25_769_803_776u64, "device": "cpu", "share_gpu": true, "threads": 2, "seed": 9, "out": "somewhere",
+        "offload_fraction": 0.5, "recompute": "full", "pp": 2, "pp_schedule": "gpipe", "gpu_memory_limit": 25_769_803_776u64, "device": "cpu", "share_gpu": true, "threads": 2, "seed": 9, "out": "somewhere",
         "save_every": 10, "keep": 5, "resume": "auto", "metrics": "m.jsonl",
     });
     for (name, value) in expected.as_object().unwrap() {
@@ -288,6 +290,16 @@ fn the_global_batch_must_divide_and_the_nearest_that_do_are_named() {
     assert_eq!(cut("--global-batch 16 --micro-batch 3", 2), Err(error.to_owned()));
     let error = "--global-batch: 3 sequences cannot be shared equally by 4 ranks; use 4";
     assert_eq!(cut("--global-batch 3", 4), Err(error.to_owned()));
+    // Stages share a micro-batch; replicas share the step.
+    assert_eq!(cut("--global-batch 16 --pp 2", 4), Ok(MicroBatches { sequences: 2, count: 4 }));
+    assert_eq!(cut("--global-batch 16 --pp 2 --micro-batch 4", 4), Ok(MicroBatches { sequences: 4, count: 2 }));
+    assert_eq!(cut("--global-batch 4 --pp 4", 4), Ok(MicroBatches { sequences: 1, count: 4 }));
+    let error = "--global-batch: 15 sequences cannot be shared equally by 2 replicas; use 14 or 16";
+    assert_eq!(cut("--global-batch 15 --pp 2", 4), Err(error.to_owned()));
+    let error = "--pp: 4 ranks (--nproc) cannot be shared equally by 3 stages; use --pp 1 or 2 or 4, or --nproc 6";
+    assert_eq!(cut("--pp 3", 4), Err(error.to_owned()));
+    let error = "--pp: 1 rank (--nproc) cannot be shared equally by 2 stages; use --pp 1, or --nproc 2";
+    assert_eq!(cut("--pp 2", 1), Err(error.to_owned()));
     let in_file = options("", "\nglobal-batch = 5").micro_batches(2).unwrap_err().to_string();
     assert_eq!(in_file, "run.toml:2: global-batch: 5 sequences cannot be shared equally by 2 ranks; use 4 or 6");
 }
@@ -471,6 +483,8 @@ fn every_option_is_either_shaping_or_known_not_to_be() {
         "offload_via",
         "offload_fraction",
         "recompute",
+        "pp",
+        "pp_schedule",
         "gpu_memory_limit",
         "device",
         "share_gpu",
