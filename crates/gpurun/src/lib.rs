@@ -10,6 +10,7 @@ mod corpus;
 mod devices;
 mod files;
 mod fit;
+mod host;
 pub mod options;
 mod plan;
 mod run;
@@ -20,6 +21,7 @@ pub mod worker;
 
 pub use files::{export_main, tokenize_main};
 pub use fit::DoesNotFit;
+pub use host::{HostMemory, MemoryLimit, host_memory};
 pub use plan::plan_main;
 pub use run::{builtin_model, run, train_main};
 pub use sample::sample_main;
