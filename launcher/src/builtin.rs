@@ -75,6 +75,13 @@ pub const BUILTINS: &[Builtin] = &[
         takes_nproc: false,
         run: |call| gpurun::export_main(call.arguments.iter().cloned()),
     },
+    Builtin {
+        name: "doctor",
+        about: "show driver, libraries, GPUs, links, memory and disk, and what is missing",
+        place: Place::Here,
+        takes_nproc: false,
+        run: |call| gpurun::doctor_main(call.arguments.iter().cloned()),
+    },
 ];
 
 /// The built-in of a name.

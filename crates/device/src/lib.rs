@@ -18,7 +18,8 @@ pub mod suite;
 pub use backend::{Backend, DeviceError, Mark, Raw, ScratchSizes};
 pub use cpu::{CpuBackend, CpuSizes};
 pub use cuda::{
-    CUDA_PATH_VARIABLE, CudaBackend, CudaLibrary, CudaSizes, CudnnAttention, KernelSource, KernelUnit,
-    NCCL_PATH_VARIABLE, compile_kernels, cuda_device_ids, cuda_libraries, cudnn_library, nccl_library,
+    CUDA_PATH_VARIABLE, CudaBackend, CudaLibrary, CudaSizes, CudnnAttention, Gpu, HostLink, KernelSource, KernelUnit,
+    NCCL_PATH_VARIABLE, PeerLink, check_host_link, check_peer_link, compile_kernels, cuda_device_ids, cuda_gpus,
+    cuda_libraries, cudnn_library, nccl_library,
 };
 pub use ops::*;

@@ -1,6 +1,9 @@
 //! The CUDA backend passes the suite of operations, gives the same bits every run, and orders its lanes by marks.
 
-use gpurun_device::{Backend, CpuBackend, CrossEntropy, CudaBackend, DeviceError, Embedding, suite};
+use gpurun_device::{
+    Backend, CpuBackend, CrossEntropy, CudaBackend, DeviceError, Embedding, check_host_link, check_peer_link,
+    cuda_device_ids, cuda_gpus, suite,
+};
 use gpurun_types::{Bytes, DType, Lane, Place, View};
 
 /// A backend on the first GPU; `None`, said aloud, where there is none.
@@ -24,6 +27,22 @@ fn passes(dtype: DType) {
         assert!(want == got, "{name} in {dtype} gives other bits in a second run");
     }
     suite::run(&backend, dtype, suite::CASES, true);
+}
+
+#[test]
+fn links_of_the_first_gpu_carry_bytes_unharmed() {
+    let _limit = testkit::time_limit(120);
+    let Some(backend) = backend() else { return };
+    let (free, total) = backend.device_memory().expect("the driver tells");
+    assert!(free.0 > 0 && free <= total);
+    let gpus = cuda_gpus().expect("the driver lists its GPUs");
+    assert_eq!(cuda_device_ids().expect("the same"), gpus.iter().map(|gpu| gpu.id).collect::<Vec<_>>());
+    assert!(gpus[0].memory >= total && gpus[0].name == backend.name(), "{gpus:?}");
+    let link = check_host_link(&backend).expect("bytes come back as they went");
+    assert!(link.up > 1e9 && link.down > 1e9, "{link:?}");
+    // A second context of the same GPU takes the same way as another GPU.
+    let other = CudaBackend::new(gpus.len() as u32 - 1, 1).expect("the last GPU");
+    assert!(check_peer_link(&backend, &other).expect("bytes come over as they went").rate > 1e9);
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! What the commands that run without workers share: reading arguments, one-line errors, exit codes.
 
 use std::ffi::OsString;
+use std::io::Write;
 use std::path::Path;
 
 use clap::Parser;
@@ -78,6 +79,11 @@ pub(crate) fn command<A: Parser>(
             failure.exit_code
         }
     }
+}
+
+/// Writes to standard output. A closed pipe is the reader's choice.
+pub(crate) fn print(text: &str) {
+    let _ = std::io::stdout().lock().write_all(text.as_bytes());
 }
 
 /// A checkpoint, verified; of a folder of checkpoints the newest good one.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use gpurun_comm::{Board, CommError, Communicator, Fabric, Nccl, NcclOptions, StagedCommunicator, prepare_nccl};
-use gpurun_device::{Backend, CpuBackend, CudaBackend, DeviceError, cuda_device_ids};
+use gpurun_device::{Backend, CpuBackend, CudaBackend, DeviceError, cuda_device_ids, nccl_library};
 use gpurun_engine::{EngineError, HostNetwork, Network};
 use gpurun_types::{Lane, Rank};
 
@@ -136,8 +136,9 @@ fn transport<'a>(
         }
         _ => {
             note(&format!(
-                "training on {}{shared} through host memory, which is slow: there is no NCCL (`pip install nvidia-nccl-cu13` brings it)",
-                cuda.name()
+                "training on {}{shared} through host memory, which is slow: there is no NCCL ({})",
+                cuda.name(),
+                nccl_library().remedy()
             ));
             Ok(Transport::Staged(fabric))
         }

@@ -8,6 +8,7 @@
 mod command;
 mod corpus;
 mod devices;
+mod doctor;
 mod files;
 mod fit;
 mod host;
@@ -19,6 +20,7 @@ mod search;
 mod train;
 pub mod worker;
 
+pub use doctor::doctor_main;
 pub use files::{export_main, tokenize_main};
 pub use fit::DoesNotFit;
 pub use host::{HostMemory, MemoryLimit, host_memory};

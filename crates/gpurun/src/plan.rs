@@ -14,7 +14,7 @@ use gpurun_plan::{
 use gpurun_types::{Bytes, Lane, Place};
 use serde::Serialize;
 
-use crate::command::{Failure, command};
+use crate::command::{Failure, command, print};
 use crate::fit::{Planner, fitted, machine};
 use crate::options::{Device, MicroBatches, Offload, PipelineSchedule, TrainArgs, TrainOptions, spelled};
 use crate::search::search;
@@ -107,9 +107,7 @@ impl RankReport {
 /// `plan` with these arguments for `nproc` ranks; the process's exit code.
 pub fn plan_main(arguments: impl IntoIterator<Item = std::ffi::OsString>, nproc: u32) -> u8 {
     command::<PlanArgs>("plan", arguments, |args| {
-        let text = show(args, nproc)?;
-        // A reader that closed the pipe has read enough.
-        let _closed = std::io::Write::write_all(&mut std::io::stdout(), text.as_bytes());
+        print(&show(args, nproc)?);
         Ok(())
     })
 }

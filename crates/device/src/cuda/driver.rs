@@ -130,6 +130,14 @@ impl Driver {
         check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.context) })
     }
 
+    pub fn device(&self) -> sys::CUdevice {
+        self.device
+    }
+
+    pub fn context(&self) -> sys::CUcontext {
+        self.context
+    }
+
     pub fn stream(&self, lane: Lane) -> sys::CUstream {
         self.lanes[lane.index()].stream
     }

@@ -6,7 +6,6 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-use crate::DeviceError;
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 
 /// Environment variable: folders (separated by `:`) that are searched first. A folder may hold the libraries, or be the root
@@ -62,27 +61,49 @@ pub fn nccl_library() -> CudaLibrary {
     CudaLibrary { name: "nccl", path: Some(path), version, error }
 }
 
-/// The GPUs that this process may use (those that `CUDA_VISIBLE_DEVICES` leaves), by what tells each from every other one in
-/// every process. Opens none of them.
-///
-/// # Errors
-/// When there is no driver, or it fails.
-pub fn cuda_device_ids() -> Result<Vec<[u8; 16]>, DeviceError> {
-    use super::driver::{check, uuid};
-    let driver = find("cuda", &[]);
-    if driver.path.is_none() {
-        return Err(super::missing(&driver));
+/// Finds and loads the driver.
+pub(super) fn driver_library() -> CudaLibrary {
+    find("cuda", &[])
+}
+
+impl CudaLibrary {
+    /// True when it was found and loads.
+    #[must_use]
+    pub fn is_loaded(&self) -> bool {
+        self.path.is_some() && self.error.is_none()
     }
-    let ids = std::panic::catch_unwind(|| {
-        let mut count = 0;
-        // SAFETY: the driver is loaded, and writes to a local.
-        unsafe {
-            check("cuInit", cudarc::driver::sys::cuInit(0))?;
-            check("cuDeviceGetCount", cudarc::driver::sys::cuDeviceGetCount(&raw mut count))?;
+
+    /// What is wrong with a library that is not loaded.
+    #[must_use]
+    pub fn fault(&self) -> Option<String> {
+        match (&self.path, &self.error) {
+            (Some(path), Some(error)) => Some(format!("{} cannot be loaded: {error}", path.display())),
+            (None, _) => Some(format!("lib{}.so is nowhere to be found", self.name)),
+            (Some(_), None) => None,
         }
-        (0..count).map(uuid).collect()
-    });
-    ids.unwrap_or_else(|_| Err(DeviceError::Missing("the driver lacks a function that is needed".to_owned())))
+    }
+
+    /// The package on PyPI that brings it; `None` for the driver.
+    #[must_use]
+    pub fn wheel(&self) -> Option<&'static str> {
+        match self.name {
+            "cuda" => None,
+            "nvrtc" | "nvrtc-builtins" => Some("nvidia-cuda-nvrtc"),
+            "cublasLt" => Some("nvidia-cublas"),
+            "cudnn" => Some("nvidia-cudnn-cu13"),
+            "nccl" => Some("nvidia-nccl-cu13"),
+            other => unreachable!("gpurun does not look for {other}"),
+        }
+    }
+
+    /// What brings it to a machine that lacks it.
+    #[must_use]
+    pub fn remedy(&self) -> String {
+        match self.wheel() {
+            None => "it comes with NVIDIA's driver; without a GPU use the CPU".to_owned(),
+            Some(wheel) => format!("`pip install {wheel}` brings it; {PATH_VARIABLE} names a folder to look in"),
+        }
+    }
 }
 
 fn find(name: &'static str, folders: &[PathBuf]) -> CudaLibrary {
@@ -186,6 +207,7 @@ fn version(name: &str, path: &Path) -> Option<String> {
             unsafe { cudarc::driver::sys::cuDriverGetVersion(&raw mut number) };
             (number > 0).then(|| format!("{}.{}", number / 1000, number / 10 % 100))
         }
+        "nccl" => nccl_version(path).map(|n| format!("{}.{}.{}", n / 10_000, n / 100 % 100, n % 100)),
         _ => None,
     });
     said.ok().flatten().or_else(|| {
@@ -194,6 +216,18 @@ fn version(name: &str, path: &Path) -> Option<String> {
         let (_, version) = file.split_once(".so.")?;
         Some(version.to_owned())
     })
+}
+
+/// What NCCL says of itself.
+fn nccl_version(path: &Path) -> Option<i32> {
+    let mut number = 0;
+    // SAFETY: the library is loaded already; the type is that of NCCL's header, and the call writes to a local.
+    unsafe {
+        let library = Library::open(Some(path), RTLD_NOW).ok()?;
+        let version = library.get::<unsafe extern "C" fn(*mut i32) -> u32>(b"ncclGetVersion\0").ok()?;
+        version(&raw mut number);
+    }
+    (number > 0).then_some(number)
 }
 
 /// Folders to look into, best first, each once.

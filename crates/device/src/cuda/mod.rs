@@ -15,6 +15,7 @@ mod compile;
 mod cudnn;
 mod driver;
 mod flash;
+mod inventory;
 mod libraries;
 mod matmul;
 mod memory;
@@ -34,9 +35,9 @@ use crate::{AttentionShape, CpuBackend, DeviceError, ScratchSizes};
 pub use compile::{Source as KernelSource, Unit as KernelUnit, compile as compile_kernels};
 pub use cudnn::CudnnAttention;
 use driver::{Arguments, Driver, Launch, check as check_call};
+pub use inventory::{Gpu, HostLink, PeerLink, check_host_link, check_peer_link, cuda_device_ids, cuda_gpus};
 pub use libraries::{
-    CudaLibrary, NCCL_PATH_VARIABLE, PATH_VARIABLE as CUDA_PATH_VARIABLE, cuda_device_ids, cuda_libraries,
-    cudnn_library, nccl_library,
+    CudaLibrary, NCCL_PATH_VARIABLE, PATH_VARIABLE as CUDA_PATH_VARIABLE, cuda_libraries, cudnn_library, nccl_library,
 };
 use memory::Arena;
 
@@ -77,7 +78,7 @@ impl CudaBackend {
 
     fn open(index: u32, threads: usize) -> Result<Self> {
         for library in cuda_libraries() {
-            if library.name != "nvrtc-builtins" && (library.path.is_none() || library.error.is_some()) {
+            if library.name != "nvrtc-builtins" && !library.is_loaded() {
                 return Err(missing(&library));
             }
         }
@@ -147,17 +148,7 @@ impl CudaBackend {
 }
 
 fn missing(library: &CudaLibrary) -> DeviceError {
-    let name = library.name;
-    let what = match (&library.path, &library.error) {
-        (Some(path), Some(error)) => format!("{} cannot be loaded: {error}", path.display()),
-        _ => format!("lib{name}.so is nowhere to be found"),
-    };
-    let how = match name {
-        "cuda" => "it comes with NVIDIA's driver; without a GPU use the CPU".to_owned(),
-        "nvrtc" => format!("`pip install nvidia-cuda-nvrtc` brings it; {CUDA_PATH_VARIABLE} names a folder to look in"),
-        _ => format!("`pip install nvidia-cublas` brings it; {CUDA_PATH_VARIABLE} names a folder to look in"),
-    };
-    DeviceError::Missing(format!("{what} ({how})"))
+    DeviceError::Missing(format!("{} ({})", library.fault().unwrap_or_default(), library.remedy()))
 }
 
 /// Name of a storage type in kernels.
