@@ -176,3 +176,35 @@ fn four_ranks_train_a_model_whose_weights_no_rank_could_hold() {
     let done = train("3");
     assert!(done.code == 0 && done.stdout.contains("done after step 2"), "{done:?}");
 }
+
+#[test]
+fn who_steps_a_host_side_adam_is_measured_and_said_once() {
+    let _limit = testkit::time_limit(120);
+    let train = |more: &[&str]| {
+        let mut command =
+            gpurun(&["--nproc", "2", "train", "--device", "cpu", "--offload", "optimizer", "--steps", "2"]);
+        command.args(["--seq-len", "16", "--eval-every", "0"]).args(more);
+        let done = run(command);
+        assert_eq!(done.code, 0, "{done:?}");
+        let all = format!("{}{}", done.stdout, done.stderr);
+        all.matches("--offload-via ").count()
+    };
+    assert_eq!(train(&[]), 1);
+    assert_eq!(train(&["--offload-via", "stream"]), 0);
+}
+
+#[test]
+fn more_host_memory_than_there_is_is_refused_before_it_is_taken() {
+    let _limit = testkit::time_limit(60);
+    let room = Room::new();
+    // Petabytes: no machine has them, and nothing but a plan is made.
+    let config =
+        room.file("vast.toml", "[model]\npreset = \"llama-7b\"\nwidth = 1048576\nheads = 8192\nkv_heads = 8192\n");
+    let mut command = gpurun(&["--nproc", "2", "train", "--device", "cpu", "--seq-len", "8", "--global-batch", "2"]);
+    command.args(["--config", &config]);
+    let done = run(command);
+    assert_eq!(done.code, 3, "{done:?}");
+    for part in ["does not fit: 2 ranks here need ", "of host memory", "weights", "largest: ", "use more ranks"] {
+        assert!(done.stderr.contains(part), "{part}: {done:?}");
+    }
+}

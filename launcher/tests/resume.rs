@@ -88,8 +88,11 @@ fn moments_of_another_type_are_converted_and_that_is_said() {
         let told = format!("adam-dtype was \"{said}\" and is");
         assert!(done.stdout.contains(&told) || done.stderr.contains(&told), "{done:?}");
         let by_step = losses(Path::new(&metrics));
-        let value = |step: u64| by_step[&step].parse::<f64>().expect("a number");
-        assert!(value(20) < value(10) && value(10) < value(1), "training goes on: {by_step:?}");
+        // Batches differ in difficulty, so some steps together.
+        let mean = |steps: std::ops::RangeInclusive<u64>| {
+            steps.map(|step| by_step[&step].parse::<f64>().expect("a number")).sum::<f64>() / 5.0
+        };
+        assert!(mean(16..=20) < mean(1..=5), "training goes on: {by_step:?}");
         // Master, m and v: 12 bytes, or 8.
         let ratio = size("step-00000020") as f64 / before as f64;
         let want = if second == "bf16" { 8.0 / 12.0 } else { 12.0 / 8.0 };

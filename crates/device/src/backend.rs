@@ -86,8 +86,13 @@ pub trait Backend: ScratchSizes {
 
     // ---- memory ----
 
-    /// Allocates an arena, zeroed and aligned to at least 256 bytes. Arenas live as long as the backend.
+    /// Allocates an arena, zeroed and aligned to at least 256 bytes. Arenas live as long as the backend, or until
+    /// they are released. All of the memory is there when this returns: nothing is left to be brought in at first use.
     fn allocate(&self, place: Place, bytes: Bytes) -> Result<ArenaId>;
+
+    /// Gives an arena's memory back, for arenas that are needed for a while only. No work may use it any more; views of it are
+    /// refused from now on, as views that leave their arena.
+    fn release(&self, arena: ArenaId) -> Result;
 
     /// Bytes now allocated at `place`.
     fn allocated(&self, place: Place) -> Bytes;
@@ -201,4 +206,8 @@ pub trait Backend: ScratchSizes {
 
     /// AdamW over runs of parameters; see [`AdamW`].
     fn adamw(&self, lane: Lane, args: &AdamW<'_>) -> Result;
+
+    /// `dst = a + 3 b` in fp32 host memory on the host's threads: the triad by which memory bandwidth is measured (McCalpin's
+    /// STREAM), 12 bytes an element. With `past_caches` the stores go to memory directly, where the processor can.
+    fn triad(&self, dst: View, a: View, b: View, past_caches: bool) -> Result;
 }

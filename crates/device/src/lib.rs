@@ -12,6 +12,7 @@ mod backend;
 mod cpu;
 mod cuda;
 mod ops;
+mod probe;
 #[cfg(feature = "suite")]
 pub mod suite;
 
@@ -23,3 +24,4 @@ pub use cuda::{
     cuda_libraries, cudnn_library, nccl_library,
 };
 pub use ops::*;
+pub use probe::{HostRates, host_rates};

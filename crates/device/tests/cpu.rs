@@ -1,6 +1,6 @@
 //! The CPU backend passes the suite of operations, and gives the same bits on any number of threads.
 
-use gpurun_device::{Backend, CpuBackend, CpuSizes, DeviceError, ScratchSizes, suite};
+use gpurun_device::{Backend, CpuBackend, CpuSizes, DeviceError, ScratchSizes, host_rates, suite};
 use gpurun_types::{Bytes, DType, Place, View};
 
 /// The suite passes on one, two and three threads, with views aligned to 256 bytes and to their elements only, and every run
@@ -251,4 +251,18 @@ fn sizes_need_no_backend() {
     for (rows, width) in [(1, 1), (37, 33), (5000, 768)] {
         assert_eq!(CpuSizes.norm_backward_scratch(rows, width), backend.norm_backward_scratch(rows, width));
     }
+}
+
+/// Figures are the machine's; that there are some, and that the memory is given back, is ours.
+#[test]
+fn rates_are_measured_in_memory_that_is_given_back() {
+    let _limit = testkit::time_limit(30);
+    let backend = CpuBackend::new(2).expect("a backend");
+    for bytes in [0, 1 << 20] {
+        let rates = host_rates(&backend, Bytes(bytes)).expect("rates");
+        for rate in [rates.to_device, rates.to_host, rates.triad, rates.adam] {
+            assert!(rate.is_finite() && rate > 1e6, "{rates:?}");
+        }
+    }
+    assert_eq!([Place::Device, Place::Host].map(|place| backend.allocated(place)), [Bytes(0); 2]);
 }

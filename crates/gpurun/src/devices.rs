@@ -71,7 +71,7 @@ fn choose(options: &TrainOptions, place: &RankPlace<'_>, note: &dyn Fn(&str)) ->
     let found = cuda_device_ids();
     let index = found.as_ref().map_or(0, |ids| place.local_rank as usize % ids.len().max(1));
     let mine = found.as_ref().ok().and_then(|ids| ids.get(index)).map_or(&[][..], |id| &id[..]);
-    let all = exchange(place, mine)?;
+    let all = place.exchange("gpu", mine)?;
     match &found {
         Err(error) if strict => return Err(TrainError::Device(format!("--device cuda: {error}"))),
         Err(DeviceError::Missing(_)) => return Ok(None),
@@ -98,14 +98,6 @@ fn choose(options: &TrainOptions, place: &RankPlace<'_>, note: &dyn Fn(&str)) ->
         return Ok(None);
     }
     Ok(Some(Choice { index: index as u32, sharers: sharers.max(1) }))
-}
-
-/// What every rank says, in rank order.
-fn exchange(place: &RankPlace<'_>, mine: &[u8]) -> Result<Vec<Vec<u8>>, TrainError> {
-    let Some(board) = place.board.filter(|_| place.world > 1) else { return Ok(vec![mine.to_vec()]) };
-    let key = |rank: u32| format!("gpurun/gpu/{rank}");
-    board.put(&key(place.rank.0), mine).map_err(TrainError::Board)?;
-    (0..place.world).map(|rank| board.get(&key(rank)).map_err(TrainError::Board)).collect()
 }
 
 /// Rank 0 says which way the ranks talk, so that all go the same one.
@@ -142,6 +134,13 @@ fn transport<'a>(
             ));
             Ok(Transport::Staged(fabric))
         }
+    }
+}
+
+impl Devices<'_> {
+    /// The device's memory is the host's.
+    pub fn on_cpu(&self) -> bool {
+        !self.backend.is_asynchronous()
     }
 }
 

@@ -8,14 +8,14 @@ use gpurun_device::{CpuSizes, CudaSizes, ScratchSizes};
 use gpurun_engine::{EngineError, model_spec};
 use gpurun_model::BatchShape;
 use gpurun_plan::{
-    CollectiveVolume, Drawing, MemoryItem, ModelSpec, OffloadVia, Plan, Recompute, Timeline, UnitHome,
+    CollectiveVolume, Drawing, Machine, MemoryItem, ModelSpec, OffloadVia, Plan, Recompute, Timeline, UnitHome,
     checkpoint_bytes, collective_volume, estimate, memory_report, svg, trace,
 };
 use gpurun_types::{Bytes, Lane, Place};
 use serde::Serialize;
 
 use crate::command::{Failure, command, print};
-use crate::fit::{Planner, fitted, machine};
+use crate::fit::{Fitted, Planner, fitted, machine};
 use crate::options::{Device, MicroBatches, Offload, PipelineSchedule, TrainArgs, TrainOptions, spelled};
 use crate::search::search;
 use crate::train::{TrainError, plan_options};
@@ -54,6 +54,9 @@ struct Report {
     micro_batches: u32,
     sequences: usize,
     estimate: Estimate,
+    /// What was chosen where the options left it open, and why.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    chosen: Vec<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pipeline: Option<Pipeline>,
     ranks: Vec<RankReport>,
@@ -117,8 +120,8 @@ fn show(args: PlanArgs, nproc: u32) -> Result<String, Failure> {
     if args.search {
         return searched(&options, nproc, args.machine.as_deref(), args.json);
     }
-    let planned = Planned::build(&options, nproc)?;
-    let machine = machine(args.machine.as_deref(), &planned.options, nproc);
+    let machine = machine(args.machine.as_deref(), &options, nproc);
+    let planned = Planned::build(&options, nproc, &machine)?;
     let timeline = estimate(&planned.plan, &planned.spec, &machine);
     let title = title(&planned.options, &planned.micro, nproc);
     let drawing = Drawing { title: &title, plan: &planned.plan, spec: &planned.spec, timeline: &timeline };
@@ -150,7 +153,7 @@ fn searched(options: &TrainOptions, nproc: u32, name: Option<&str>, json: bool) 
     let found = search(&planner, options, &machine)?;
     if found.is_empty() {
         // Says why, and what comes nearest.
-        fitted(options, &model, nproc, planner.sizes)?;
+        fitted(&planner, options, &|_| Ok(table(&machine)))?;
         return Err(Failure::new(
             3,
             "nothing fits --gpu-memory-limit; use more ranks, a smaller model or a shorter --seq-len",
@@ -176,6 +179,12 @@ fn searched(options: &TrainOptions, nproc: u32, name: Option<&str>, json: bool) 
     Ok(text)
 }
 
+/// The machine's rates, and where they are from.
+fn table(machine: &Machine) -> (Machine, String) {
+    let words = format!("by the rates of {}; `train` measures its own", machine.name);
+    (machine.clone(), words)
+}
+
 fn sizes(options: &TrainOptions) -> &'static dyn ScratchSizes {
     if options.device == Device::Cuda { &CudaSizes } else { &CpuSizes }
 }
@@ -190,8 +199,8 @@ fn title(options: &TrainOptions, micro: &MicroBatches, world: u32) -> String {
     };
     let offload = match (options.offload, options.offload_via) {
         (Offload::None, _) => "",
-        (Offload::Optimizer, OffloadVia::Host) => ", Adam on the host",
-        (Offload::Optimizer, OffloadVia::Stream) => ", Adam state streamed from the host",
+        (Offload::Optimizer, Some(OffloadVia::Stream)) => ", Adam state streamed from the host",
+        (Offload::Optimizer, _) => ", Adam on the host",
     };
     let pipeline = match options.pp {
         1 => String::new(),
@@ -227,20 +236,23 @@ fn write_beside(file: &Path, text: &str) -> Result<(), Failure> {
 struct Planned {
     options: TrainOptions,
     micro: MicroBatches,
+    /// What was chosen where the options left it open.
+    notes: Vec<String>,
     spec: ModelSpec,
     plan: Plan,
 }
 
 impl Planned {
-    fn build(options: &TrainOptions, nproc: u32) -> Result<Self, Failure> {
+    fn build(options: &TrainOptions, nproc: u32, machine: &Machine) -> Result<Self, Failure> {
         let model = options.model.config.build().map_err(TrainError::from)?;
         options.check_context(model.max_seq)?;
         let sizes = sizes(options);
-        let (options, micro) = fitted(options, &model, nproc, sizes)?;
+        let planner = Planner { model: &model, world: nproc, sizes };
+        let Fitted { options, micro, notes } = fitted(&planner, options, &|_| Ok(table(machine)))?;
         let shape = BatchShape { batch: micro.sequences, seq: options.seq_len };
         let spec = model_spec(&model, shape, options.dtype, sizes)?;
         let plan = Plan::build(&spec, &plan_options(&options, nproc)?).map_err(EngineError::from)?;
-        Ok(Self { options, micro, spec, plan })
+        Ok(Self { options, micro, notes, spec, plan })
     }
 
     fn report(&self, timeline: &Timeline) -> Report {
@@ -263,6 +275,7 @@ impl Planned {
                 step_seconds: timeline.seconds,
                 tokens_per_second: tokens / timeline.seconds,
             },
+            chosen: self.notes.clone(),
             pipeline: (mesh.pp > 1).then(|| self.pipeline(timeline)),
             ranks: ranks.collect(),
         }
@@ -300,6 +313,10 @@ fn tables(report: &Report) -> String {
         report.estimate.step_seconds,
         report.estimate.tokens_per_second
     );
+    for line in &report.chosen {
+        text.push_str(line);
+        text.push('\n');
+    }
     if let Some(pipeline) = &report.pipeline {
         text.push_str(&stages(pipeline));
     }
@@ -308,7 +325,7 @@ fn tables(report: &Report) -> String {
         let first = &report.ranks[start];
         let count = report.ranks[start..].iter().take_while(|r| r.holds_as(first)).count();
         let who = if count == 1 { format!("rank {start}") } else { format!("ranks {start} to {}", start + count - 1) };
-        text.push_str(&table(&who, first));
+        text.push_str(&holding(&who, first));
         start += count;
     }
     text
@@ -329,7 +346,7 @@ fn stages(pipeline: &Pipeline) -> String {
     text
 }
 
-fn table(who: &str, rank: &RankReport) -> String {
+fn holding(who: &str, rank: &RankReport) -> String {
     let mut text = format!("\n{who}\n");
     for (place, total) in [(Place::Device, rank.device_peak_bytes), (Place::Host, rank.host_peak_bytes)] {
         if total.0 == 0 {
@@ -361,7 +378,9 @@ mod tests {
 
     fn planned(line: &str) -> (PlanArgs, Planned) {
         let args = PlanArgs::try_parse_from(std::iter::once("plan").chain(line.split(' '))).unwrap();
-        let planned = Planned::build(&args.train.clone().resolve().unwrap(), 1).unwrap();
+        let options = args.train.clone().resolve().unwrap();
+        let machine = machine(args.machine.as_deref(), &options, 1);
+        let planned = Planned::build(&options, 1, &machine).unwrap();
         (args, planned)
     }
 
@@ -414,6 +433,8 @@ mod tests {
         let base = "plan --model gpt2-124m --seq-len 256 --global-batch 8";
         let needs = |more: &str| -> u64 {
             let micro = if more.contains("micro") { "" } else { " --micro-batch 4" };
+            // Under a limit the host steps Adam if streaming does not fit; here there is none.
+            let more = more.replace("--offload optimizer", "--offload optimizer --offload-via host");
             let text = run(&format!("{base}{micro} --json{more}")).unwrap();
             let json: serde_json::Value = serde_json::from_str(&text).unwrap();
             json["ranks"][0]["device_peak_bytes"].as_u64().unwrap()
@@ -434,6 +455,64 @@ mod tests {
         let proposed = refused.split("it would fit with ").nth(1).unwrap().split(':').next().unwrap();
         assert_eq!(proposed.matches("--").count(), 2, "{proposed}");
         assert!(needs(&format!(" {proposed}")) < least, "{proposed}");
+    }
+
+    fn json(line: &str, ranks: u32) -> serde_json::Value {
+        let text = show(PlanArgs::try_parse_from(format!("plan --json {line}").split(' ')).unwrap(), ranks).unwrap();
+        serde_json::from_str(&text).unwrap()
+    }
+
+    #[test]
+    fn who_steps_adam_is_the_one_of_the_shorter_estimated_step() {
+        let _limit = testkit::time_limit(20);
+        let base = "--model gpt2-124m --global-batch 16 --micro-batch 8 --dtype bf16 --device cuda";
+        let mut won = std::collections::BTreeSet::new();
+        // A card with fast memory behind its link, and one processor that is both.
+        for machine in ["h200", "cpu"] {
+            let seconds = |more: &str| {
+                let line = format!("{base} --offload optimizer --machine {machine}{more}");
+                json(&line, 2)["estimate"]["step_seconds"].as_f64().unwrap()
+            };
+            let vias = ["host", "stream"].map(|via| (seconds(&format!(" --offload-via {via}")), via));
+            let best = vias.into_iter().min_by(|a, b| a.0.total_cmp(&b.0)).unwrap();
+            for auto in ["", " --offload-via auto"] {
+                assert_eq!(seconds(auto), best.0);
+            }
+            let chosen = json(&format!("{base} --offload optimizer --machine {machine}"), 2)["chosen"][0].clone();
+            let chosen = chosen.as_str().unwrap();
+            let start = format!("--offload-via {}: a step is estimated at {:.4} s, with ", best.1, best.0);
+            assert!(chosen.starts_with(&start) && chosen.contains(&format!("by the rates of {machine}")), "{chosen}");
+            won.insert(best.1);
+        }
+        assert!(json(base, 2)["chosen"].is_null(), "nothing was left open");
+        assert!(!won.is_empty());
+    }
+
+    #[test]
+    fn the_share_on_the_host_is_the_least_that_fits() {
+        let _limit = testkit::time_limit(20);
+        let base = "--model gpt2-124m --global-batch 2 --micro-batch 1 --offload optimizer --offload-via";
+        let device = |line: &str| json(line, 1)["ranks"][0]["device_peak_bytes"].as_u64().unwrap();
+        for via in ["host", "stream"] {
+            let at = |fraction: f64| device(&format!("{base} {via} --offload-fraction {fraction}"));
+            let auto =
+                |limit: u64| json(&format!("{base} {via} --offload-fraction auto --gpu-memory-limit {limit}"), 1);
+            let [all, none] = [at(1.0), at(0.0)];
+            assert!(all < none);
+            let limit = all + (none - all) / 2;
+            let found = auto(limit);
+            let used = found["ranks"][0]["device_peak_bytes"].as_u64().unwrap();
+            let line = found["chosen"][0].as_str().unwrap();
+            let fraction: f64 = line.strip_prefix("--offload-fraction ").unwrap()[..5].parse().unwrap();
+            assert!(used <= limit && at(fraction) == used, "{line}: {used}");
+            // 12 blocks, the embedding and the end: with one unit less on the host it would not fit.
+            assert!(at(fraction - 1.0 / 14.0) > limit, "{line}");
+            // Room for all: nothing goes to the host. Room for none: refused.
+            assert_eq!(auto(none)["ranks"][0]["host_peak_bytes"], 0);
+            let line = format!("plan {base} {via} --offload-fraction auto --gpu-memory-limit {}", all - 1);
+            let refused = show(PlanArgs::try_parse_from(line.split(' ')).unwrap(), 1).unwrap_err();
+            assert!(format!("{refused:?}").contains("exit_code: 3"), "{refused:?}");
+        }
     }
 
     #[test]

@@ -5,6 +5,7 @@ use gpurun_types::Bytes;
 use serde::Serialize;
 
 use crate::fit::{Planner, recompute_name};
+use crate::offload;
 use crate::options::{Offload, TrainOptions};
 use crate::train::TrainError;
 
@@ -30,19 +31,17 @@ pub(crate) fn search(
 ) -> Result<Vec<Found>, TrainError> {
     let mut found = Vec::new();
     for candidate in candidates(planner, options)? {
-        // What cannot be planned is not listed.
+        // What cannot be planned or does not fit is not listed.
+        let Ok(Some(candidate)) = planner.within(&candidate) else { continue };
         let Ok((spec, sketch)) = planner.sketch(&candidate) else { continue };
         let device_peak_bytes = sketch.largest().device_bytes;
-        if candidate.gpu_memory_limit.is_some_and(|limit| device_peak_bytes > limit) {
-            continue;
-        }
         let step_seconds = estimate_sketch(&sketch, &spec, machine);
         found.push(Found {
             flags: flags(planner, &candidate)?,
             step_seconds,
             tokens_per_second: (candidate.global_batch * candidate.seq_len) as f64 / step_seconds,
             device_peak_bytes,
-            host_peak_bytes: sketch.stages.iter().map(|s| s.host_bytes).max().unwrap_or_default(),
+            host_peak_bytes: sketch.largest_on_host(),
             options: candidate,
         });
     }
@@ -86,11 +85,11 @@ fn staged(planner: &Planner<'_>, options: &TrainOptions) -> Result<Vec<TrainOpti
     };
     let offload = match free("offload") {
         true => vec![
-            (Offload::None, OffloadVia::Host),
-            (Offload::Optimizer, OffloadVia::Host),
-            (Offload::Optimizer, OffloadVia::Stream),
+            (Offload::None, None),
+            (Offload::Optimizer, Some(OffloadVia::Host)),
+            (Offload::Optimizer, Some(OffloadVia::Stream)),
         ],
-        false => vec![(options.offload, options.offload_via)],
+        false => offload::candidates(options).into_iter().map(|o| (o.offload, o.offload_via)).collect(),
     };
     let micro_batch = match options.micro_batch {
         None => planner.micro_batches(options)?,
@@ -124,8 +123,13 @@ fn flags(planner: &Planner<'_>, o: &TrainOptions) -> Result<String, TrainError> 
         micro.sequences
     ));
     if o.offload == Offload::Optimizer {
-        let via = if o.offload_via == OffloadVia::Host { "host" } else { "stream" };
-        text.push_str(&format!(" --offload optimizer --offload-via {via}"));
+        text.push_str(" --offload optimizer");
+        if let Some(via) = o.offload_via {
+            text.push_str(&format!(" --offload-via {}", offload::via_name(via)));
+        }
+        if let Some(fraction) = o.offload_fraction.filter(|f| *f < 1.0) {
+            text.push_str(&format!(" --offload-fraction {fraction}"));
+        }
     }
     Ok(text)
 }

@@ -16,13 +16,15 @@ use gpurun_engine::{
     Trainer,
 };
 use gpurun_model::{BatchShape, Model, ModelError};
-use gpurun_plan::{PlanOptions, Policy, Schedule};
+use gpurun_plan::{OffloadVia, PlanOptions, Policy, Schedule};
 use gpurun_types::{Place, Rank};
 
 use crate::corpus;
 use crate::devices::{self, Devices};
-use crate::fit::{DoesNotFit, fitted};
+use crate::fit::{DoesNotFit, Fitted, Planner, fitted, machine};
+use crate::measure::measured;
 use crate::options::{ModelChoice, Offload, OptionsError, PipelineSchedule, Resume, Tokenizer, TrainOptions};
+use crate::room;
 
 /// Channel of votes and barriers; the plan's channels are below.
 const CONTROL_CHANNEL: u32 = 63;
@@ -115,6 +117,16 @@ pub struct RankPlace<'a> {
     pub board: Option<&'a dyn Board>,
 }
 
+impl RankPlace<'_> {
+    /// What every rank says of `what`, in rank order. Returns when all have spoken; all must be asked.
+    pub(crate) fn exchange(&self, what: &str, mine: &[u8]) -> Result<Vec<Vec<u8>>, TrainError> {
+        let Some(board) = self.board.filter(|_| self.world > 1) else { return Ok(vec![mine.to_vec()]) };
+        let key = |rank: u32| format!("gpurun/{what}/{rank}");
+        board.put(&key(self.rank.0), mine).map_err(TrainError::Board)?;
+        (0..self.world).map(|rank| board.get(&key(rank)).map_err(TrainError::Board)).collect()
+    }
+}
+
 /// Told what a run does.
 pub trait TrainObserver: Observer {
     /// Text is being turned into tokens.
@@ -153,7 +165,14 @@ pub fn train(
         }
     };
     let devices = devices::open(options, place, &note)?;
-    let (options, _) = &fitted(options, &model, place.world, devices.backend.as_ref())?;
+    let backend = devices.backend.as_ref();
+    let planner = Planner { model: &model, world: place.world, sizes: backend };
+    let kind = if devices.on_cpu() { "cpu" } else { "h200" };
+    let table = machine(Some(kind), options, place.world);
+    let rates = |bytes| measured(table.clone(), backend, place, bytes);
+    let Fitted { options, notes, .. } = &fitted(&planner, options, &rates)?;
+    notes.iter().for_each(|line| note(line));
+    room::check(&planner, options, place, devices.on_cpu())?;
     if let Some(out) = &options.out {
         check_out(out).map_err(TrainError::Out)?;
     }
@@ -250,8 +269,9 @@ pub(crate) fn plan_options(options: &TrainOptions, world: u32) -> Result<PlanOpt
         policy: Policy::for_stage(options.zero, optim).map_err(EngineError::from)?,
         dtype: options.dtype,
         adam_dtype: options.adam_dtype,
-        offload_via: options.offload_via,
-        offload_fraction: options.offload_fraction,
+        // What is left open is chosen before a plan is run; it has no effect while nothing is offloaded.
+        offload_via: options.offload_via.unwrap_or(OffloadVia::Host),
+        offload_fraction: options.offload_fraction.unwrap_or(1.0),
         recompute: options.recompute,
         schedule: match options.pp_schedule {
             PipelineSchedule::Gpipe => Schedule::Gpipe,

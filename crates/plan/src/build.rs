@@ -1,6 +1,6 @@
 //! From a model and options to the verified plan of every rank.
 
-use gpurun_types::{DType, Lane, Place, Rank};
+use gpurun_types::{Bytes, DType, Lane, Place, Rank};
 
 use crate::error::PlanError;
 use crate::ir::{Buffer, BufferId, Group, Instr, Kind, Op, Plan, Program, RankPlan, Region, UnitHome};
@@ -69,6 +69,18 @@ impl Sketch {
     #[must_use]
     pub fn largest(&self) -> &RankPlan {
         self.stages.iter().max_by_key(|s| s.device_bytes).expect("at least one stage")
+    }
+
+    /// Host memory of the rank that needs most of it.
+    #[must_use]
+    pub fn largest_on_host(&self) -> Bytes {
+        self.stages.iter().map(|s| s.host_bytes).max().unwrap_or_default()
+    }
+
+    /// Units of the stage that has most.
+    #[must_use]
+    pub fn most_units(&self) -> usize {
+        self.stages.iter().map(|s| s.homes.len()).max().unwrap_or_default()
     }
 }
 

@@ -27,8 +27,10 @@ pub struct Machine {
     pub memory: f64,
     /// Host memory, for the optimizer on the host.
     pub host_memory: f64,
-    /// Between device and host, each way.
-    pub host_link: f64,
+    /// From host to device.
+    pub to_device: f64,
+    /// From device to host.
+    pub to_host: f64,
     /// Between ranks: what one sends in a collective or a message, a second.
     pub peer_link: f64,
     /// Seconds to start an instruction.
@@ -71,7 +73,8 @@ impl Machine {
             single_flops: 90e9 * cores,
             memory: 10e9 * cores,
             host_memory: 10e9 * cores,
-            host_link: 5e9 * cores,
+            to_device: 5e9 * cores,
+            to_host: 5e9 * cores,
             peer_link: 3e9,
             start: 5e-6,
             hop: 2e-6,
@@ -88,7 +91,7 @@ impl Machine {
             (self.single_flops / 1e10).round() / 100.0,
             self.memory / 1e9,
             self.host_memory / 1e9,
-            self.host_link / 1e9,
+            self.to_host / 1e9,
             self.peer_link / 1e9,
             self.source
         )
@@ -103,7 +106,8 @@ fn gpu(name: &str, [half_flops, single_flops]: [f64; 2], memory: f64, host_link:
         single_flops,
         memory,
         host_memory: 96e9,
-        host_link,
+        to_device: host_link,
+        to_host: host_link,
         peer_link,
         start: 10e-6,
         hop: 8e-6,
@@ -221,7 +225,7 @@ impl Cost<'_> {
         let m = self.machine;
         let unit = |unit: &UnitId| &self.spec.units[unit.0 as usize];
         match op {
-            Op::LoadBatch { batch, .. } => batch.iter().map(|r| self.bytes(r)).sum::<f64>() / m.host_link,
+            Op::LoadBatch { batch, .. } => batch.iter().map(|r| self.bytes(r)).sum::<f64>() / m.to_device,
             Op::Forward { unit: of, io, .. } => self.pass(unit(of).forward_flops, io, 1.0),
             Op::Restore { unit: of, io, filled, .. } => {
                 let filled = filled.iter().map(|at| self.bytes(&io.saved[*at])).sum::<f64>();
@@ -232,7 +236,8 @@ impl Cost<'_> {
             Op::Backward { unit: of, io, .. } => self.pass(2.0 * unit(of).forward_flops, io, 2.0),
             Op::Adam { place: Place::Host, .. } => self.traffic(op) / m.host_memory,
             Op::Copy { src, dst, .. } if self.buffer(src).place != self.buffer(dst).place => {
-                self.bytes(src) / m.host_link
+                let down = self.buffer(dst).place == Place::Host;
+                self.bytes(src) / if down { m.to_host } else { m.to_device }
             }
             Op::Zero { .. } | Op::Add { .. } | Op::Norm { .. } | Op::Adam { .. } | Op::Copy { .. } => {
                 self.traffic(op) / m.memory

@@ -199,6 +199,17 @@ pub struct PlanOptions {
     pub schedule: Schedule,
 }
 
+impl PlanOptions {
+    /// How many of a stage's `units`, its last ones, have their optimizer state on the host.
+    #[must_use]
+    pub fn units_on_host(&self, units: usize) -> usize {
+        match self.policy.optim.place {
+            Place::Host => (self.offload_fraction * units as f64).round() as usize,
+            Place::Device => 0,
+        }
+    }
+}
+
 /// Elements that every shard is a multiple of, so that each shard starts on a 256-byte boundary in any type.
 pub const SHARD_ALIGN: usize = 128;
 

@@ -23,9 +23,19 @@ impl Backend for CpuBackend {
 
     fn allocate(&self, place: Place, bytes: Bytes) -> Result<ArenaId> {
         let arena = Arena::new(place, bytes)?;
+        self.touch(&arena);
         let mut arenas = self.arenas.write().unwrap_or_else(PoisonError::into_inner);
         arenas.push(arena);
         Ok(ArenaId(arenas.len() as u32 - 1))
+    }
+
+    fn release(&self, arena: ArenaId) -> Result {
+        let mut arenas = self.arenas.write().unwrap_or_else(PoisonError::into_inner);
+        let Some(old) = arenas.get_mut(arena.0 as usize) else {
+            return Err(shape("release", format!("there is no arena {}", arena.0)));
+        };
+        *old = Arena::new(old.place(), Bytes(0))?;
+        Ok(())
     }
 
     fn allocated(&self, place: Place) -> Bytes {
@@ -175,5 +185,10 @@ impl Backend for CpuBackend {
     fn adamw(&self, _lane: Lane, args: &AdamW<'_>) -> Result {
         self.check("adamw", args.views())?;
         self.adamw_op(args)
+    }
+
+    fn triad(&self, dst: View, a: View, b: View, past_caches: bool) -> Result {
+        self.check("triad", [dst, a, b])?;
+        self.triad_op(dst, a, b, past_caches)
     }
 }

@@ -18,6 +18,7 @@ mod optimizer;
 mod pointwise;
 mod pool;
 mod rope;
+mod triad;
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
@@ -40,6 +41,11 @@ pub struct CpuBackend {
 
 /// Fewest elements that are worth a piece of their own.
 const GRAIN: usize = 16 * 1024;
+
+/// Smallest size of a page.
+const PAGE: usize = 4096;
+/// Bytes that a thread brings in at a time: some huge pages.
+const TOUCH: usize = 16 << 20;
 
 impl CpuBackend {
     /// A backend that computes on `threads` threads (at least one).
@@ -78,6 +84,19 @@ impl CpuBackend {
             }
         };
         Spare { backend: self, buffer }
+    }
+
+    /// Brings all pages of a new arena in, on all threads: the kernel clears tens of gigabytes in seconds that way, which at first
+    /// use would fall to whoever comes by.
+    fn touch(&self, arena: &Arena) {
+        let start = Shared(arena.start(), arena.bytes() as usize);
+        self.pieces(arena.bytes() as usize, TOUCH, |piece| {
+            // A small page at a time; a huge one comes whole with the first.
+            for page in piece.step_by(PAGE) {
+                // SAFETY: within the arena, which nobody else knows yet.
+                unsafe { start.from(page).0.write_volatile(0) };
+            }
+        });
     }
 
     /// Checks that views lie within their arenas, aligned to their elements.

@@ -21,6 +21,10 @@ impl Backend for CudaBackend {
         self.allocate_arena(place, bytes)
     }
 
+    fn release(&self, arena: ArenaId) -> Result {
+        self.release_arena(arena)
+    }
+
     fn allocated(&self, place: Place) -> Bytes {
         self.allocated_bytes(place)
     }
@@ -187,5 +191,11 @@ impl Backend for CudaBackend {
     fn adamw(&self, lane: Lane, args: &AdamW<'_>) -> Result {
         self.check("adamw", args.views())?;
         self.adamw_op(lane, args)
+    }
+
+    fn triad(&self, dst: View, a: View, b: View, past_caches: bool) -> Result {
+        self.check("triad", [dst, a, b])?;
+        let at = |view: View| self.on_host("triad", view);
+        self.host.triad(at(dst)?, at(a)?, at(b)?, past_caches)
     }
 }

@@ -40,6 +40,39 @@ impl CudaBackend {
         Ok(ArenaId(arenas.len() as u32 - 1))
     }
 
+    /// Gives an arena's memory back; what is left of it has no bytes.
+    pub(super) fn release_arena(&self, id: ArenaId) -> Result {
+        self.driver.enter()?;
+        for lane in Lane::ALL {
+            self.driver.synchronize(lane)?;
+        }
+        let mut arenas = self.arenas.write().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let Some(slot) = arenas.get_mut(id.0 as usize) else {
+            return Err(shape("release", format!("there is no arena {}", id.0)));
+        };
+        let arena = std::mem::replace(slot, Arena { address: 0, bytes: 0, host: slot.host });
+        drop(arenas);
+        self.free(arena)?;
+        arena.host.map_or(Ok(()), |host| self.host.release(host))
+    }
+
+    /// Frees device memory, or takes host memory from the driver's register. All work on it is done.
+    fn free(&self, arena: Arena) -> Result {
+        if arena.address == 0 {
+            return Ok(());
+        }
+        match arena.host {
+            // SAFETY: the address is from `cuMemAlloc`; callers free each once, with all work on it done.
+            None => check("cuMemFree", unsafe { sys::cuMemFree_v2(arena.address) }),
+            Some(host) => {
+                let start = View { arena: host, offset: 0, len: 0, dtype: DType::F16 };
+                let start = self.host.host_pointer(start).expect("host memory has a host address");
+                // SAFETY: the range was registered by `allocate_host`; callers take it out once, with all work on it done.
+                check("cuMemHostUnregister", unsafe { sys::cuMemHostUnregister(start.cast()) })
+            }
+        }
+    }
+
     /// Zeroed device memory.
     pub(super) fn allocate_device(&self, bytes: Bytes) -> Result<u64> {
         if bytes.0 == 0 {
@@ -67,11 +100,10 @@ impl CudaBackend {
     /// times faster than pages from the driver.
     fn allocate_host(&self, bytes: Bytes) -> Result<Arena> {
         let host = self.host.allocate(Place::Host, bytes)?;
-        let bytes_view = View { arena: host, offset: 0, len: (bytes.0 / 2) as usize, dtype: DType::F16 };
-        self.host.fill(Lane::Host, bytes_view, 0.0)?;
         let mut address = 0;
         if bytes.0 > 0 {
-            let start = self.host.host_pointer(bytes_view).expect("host memory has a host address");
+            let start = View { arena: host, offset: 0, len: 0, dtype: DType::F16 };
+            let start = self.host.host_pointer(start).expect("host memory has a host address");
             // SAFETY: the range is an arena of the host backend, which outlives its registration.
             let code = unsafe {
                 sys::cuMemHostRegister_v2(
@@ -213,23 +245,14 @@ impl Drop for CudaBackend {
             let _ = self.driver.synchronize(lane);
         }
         let arenas = std::mem::take(self.arenas.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner));
+        // What the driver says of memory that goes with the process helps nobody. The host backend, which owns the registered
+        // pages, is dropped after this.
+        for arena in arenas {
+            let _ = self.free(arena);
+        }
         let spaces = self.workspaces.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
-        // SAFETY: all work is done and views do not outlive the backend; each range is freed once. The host backend, which
-        // owns the registered pages, is dropped after this.
+        // SAFETY: all work is done and views do not outlive the backend; each range is freed once.
         unsafe {
-            for arena in arenas.into_iter().filter(|a| a.address != 0) {
-                match arena.host {
-                    None => {
-                        let _ = sys::cuMemFree_v2(arena.address);
-                    }
-                    Some(host) => {
-                        let start = View { arena: host, offset: 0, len: 0, dtype: DType::F16 };
-                        if let Some(start) = self.host.host_pointer(start) {
-                            let _ = sys::cuMemHostUnregister(start.cast());
-                        }
-                    }
-                }
-            }
             for module in self.modules.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner).values() {
                 let _ = sys::cuModuleUnload(*module as sys::CUmodule);
             }

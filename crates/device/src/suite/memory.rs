@@ -1,6 +1,6 @@
 //! Arenas, fill, copy, cast.
 
-use gpurun_types::{Bytes, DType, Lane, Place, View};
+use gpurun_types::{ArenaId, Bytes, DType, Lane, Place, View};
 use half::{bf16, f16};
 
 use super::{Cx, encoded};
@@ -22,8 +22,18 @@ pub fn arenas(cx: &Cx<'_>) {
             cx.backend.download(view, &mut down).expect("download");
             assert!(up == down, "bytes changed on the way to {place} and back");
         }
-        assert!(cx.backend.allocated(place).0 >= before + (4 << 20), "arenas at {place} are not counted");
+        let with = cx.backend.allocated(place).0;
+        assert!(with >= before + (4 << 20), "arenas at {place} are not counted");
+        // One that is given back is not there any more, and its number is not used again.
+        let arena = cx.backend.allocate(place, Bytes(1 << 20)).expect("allocate");
+        let view = View { arena, offset: 0, len: 16, dtype: DType::F32 };
+        cx.backend.fill(if place == Place::Host { Lane::Host } else { Lane::Compute }, view, 1.0).expect("fill");
+        cx.backend.release(arena).expect("release");
+        assert_eq!(cx.backend.allocated(place).0, with, "released memory at {place} is still counted");
+        assert!(cx.backend.upload(&[0; 64], view).is_err(), "a view of released memory at {place}");
+        assert_ne!(cx.backend.allocate(place, Bytes(64)).expect("allocate"), arena);
     }
+    assert!(cx.backend.release(ArenaId(u32::MAX)).is_err(), "there is no such arena");
     let refused = cx.backend.allocate(Place::Device, Bytes(1 << 60));
     assert!(matches!(refused, Err(crate::DeviceError::OutOfMemory { .. })), "{refused:?}");
 }
@@ -109,4 +119,22 @@ pub fn cast(cx: &Cx<'_>) {
     }
     assert_eq!(bf16::from_f32(1.0 + step(8)).to_bits(), 0x3f80, "ties go to even");
     assert_eq!(f16::from_f32(65_520.0), f16::INFINITY);
+}
+
+/// With both kinds of stores, at lengths and places that are no multiples of a vector.
+pub fn triad(cx: &Cx<'_>) {
+    let host = cx.backend.allocate(Place::Host, Bytes(super::ROOM)).expect("allocate");
+    let room = cx.room_in(host);
+    for len in [1, 3, 257, 70_001] {
+        let values: Vec<f64> = (0..len).map(|_| cx.uniform() - 0.5).collect();
+        let a = room.put_as(DType::F32, &values);
+        let b = room.put_as(DType::F32, &values[..len].iter().rev().copied().collect::<Vec<_>>());
+        let (left, right) = (room.get(a), room.get(b));
+        for past_caches in [false, true] {
+            let dst = room.blank_as(DType::F32, len);
+            cx.backend.triad(dst, a, b, past_caches).expect("triad");
+            let want: Vec<f64> = left.iter().zip(&right).map(|(a, b)| f64::from(*a as f32 + 3.0 * *b as f32)).collect();
+            assert_eq!(room.get(dst), want, "triad of {len}, past caches: {past_caches}");
+        }
+    }
 }

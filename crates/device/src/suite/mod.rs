@@ -53,6 +53,7 @@ pub const ONCE: &[Case] = &[
     ("fill", memory::fill),
     ("copy", memory::copy),
     ("cast", memory::cast),
+    ("triad", memory::triad),
     ("norm_partial", optimizer::norm_partial),
     ("step_scalars", optimizer::step_scalars),
     ("loss_scaling", optimizer::loss_scaling),

@@ -7,7 +7,7 @@ use clap::{Args, ValueEnum};
 use gpurun_plan::{OffloadVia, Recompute};
 use gpurun_types::{Bytes, DType};
 
-use super::{Device, MicroBatch, Offload, PipelineSchedule, Schedule};
+use super::{Choice, Device, Offload, PipelineSchedule, Schedule};
 
 /// Options of `train`. Those that are absent come from the configuration file, and then from the defaults.
 // Negative numbers are let through to the checks, which say what is wrong with them. Clap takes -1e-3 for flags unless
@@ -40,7 +40,7 @@ pub struct TrainArgs {
     /// estimated step [default: auto with a limit; without one, the most up to 8 that divides the rank's share of a step, into
     /// at least two micro-batches for each stage of --pp where the share allows]
     #[arg(long, value_name = "SEQUENCES|auto", value_parser = micro_batch, allow_negative_numbers = true, help_heading = "Batch and length")]
-    pub micro_batch: Option<MicroBatch>,
+    pub micro_batch: Option<Choice<usize>>,
     /// Sequences per step over all ranks [default: 24]
     #[arg(long, value_name = "SEQUENCES", allow_negative_numbers = true, help_heading = "Batch and length")]
     pub global_batch: Option<usize>,
@@ -92,12 +92,14 @@ pub struct TrainArgs {
     /// State that is kept in host memory [default: none]
     #[arg(long, value_enum, help_heading = "Precision and memory")]
     pub offload: Option<Offload>,
-    /// Who runs a host-side Adam: the host, or the device through which its state streams [default: host]
+    /// Who runs a host-side Adam: the host, the device through which its state streams, or whichever is estimated to make the
+    /// shorter step from memory and link as they are measured at the start [default: auto]
     #[arg(long, value_parser = offload_via(), help_heading = "Precision and memory")]
-    pub offload_via: Option<OffloadVia>,
-    /// Share of the units whose optimizer state is in host memory, 0 to 1 [default: 1]
-    #[arg(long, value_name = "X", allow_hyphen_values = true, help_heading = "Precision and memory")]
-    pub offload_fraction: Option<f64>,
+    pub offload_via: Option<Choice<OffloadVia>>,
+    /// Share of the units whose optimizer state is in host memory, 0 to 1, or `auto`: the least that fits --gpu-memory-limit
+    /// [default: 1]
+    #[arg(long, value_name = "X|auto", value_parser = offload_fraction, allow_hyphen_values = true, help_heading = "Precision and memory")]
+    pub offload_fraction: Option<Choice<f64>>,
     /// What is computed again in the backward instead of being kept: nothing; the wide inside of each block's feed-forward
     /// part (one matrix product of a block), attention and the residual stream being kept; or whole blocks [default: none]
     #[arg(long, value_parser = recompute(), help_heading = "Precision and memory")]
@@ -207,10 +209,19 @@ fn zero() -> impl TypedValueParser<Value = u8> {
 }
 
 /// A number of sequences, or `auto`.
-fn micro_batch(text: &str) -> Result<MicroBatch, String> {
+fn micro_batch(text: &str) -> Result<Choice<usize>, String> {
+    choice(text, "give a number of sequences, or auto")
+}
+
+/// A share, or `auto`.
+fn offload_fraction(text: &str) -> Result<Choice<f64>, String> {
+    choice(text, "give a number from 0 to 1, or auto")
+}
+
+fn choice<T: std::str::FromStr>(text: &str, mend: &str) -> Result<Choice<T>, String> {
     match text {
-        "auto" => Ok(MicroBatch::Auto),
-        _ => text.parse().map(MicroBatch::Sequences).map_err(|_| "give a number of sequences, or auto".to_owned()),
+        "auto" => Ok(Choice::Auto),
+        _ => text.parse().map(Choice::Given).map_err(|_| mend.to_owned()),
     }
 }
 
@@ -234,10 +245,11 @@ fn bytes(text: &str) -> Result<Bytes, String> {
     }
 }
 
-fn offload_via() -> impl TypedValueParser<Value = OffloadVia> {
-    PossibleValuesParser::new(["host", "stream"]).map(|s| match s.as_str() {
-        "host" => OffloadVia::Host,
-        _ => OffloadVia::Stream,
+fn offload_via() -> impl TypedValueParser<Value = Choice<OffloadVia>> {
+    PossibleValuesParser::new(["auto", "host", "stream"]).map(|s| match s.as_str() {
+        "auto" => Choice::Auto,
+        "host" => Choice::Given(OffloadVia::Host),
+        _ => Choice::Given(OffloadVia::Stream),
     })
 }
 

@@ -78,13 +78,23 @@ pub enum PipelineSchedule {
     OneFOneB,
 }
 
-/// What `--micro-batch` says.
+/// What an option says that may be left to the program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum MicroBatch {
-    /// The most that fit the memory limit.
+pub enum Choice<T> {
+    /// The program chooses.
     Auto,
-    /// So many sequences.
-    Sequences(usize),
+    /// This.
+    Given(T),
+}
+
+impl<T> Choice<T> {
+    /// The value, if one is given.
+    pub fn given(self) -> Option<T> {
+        match self {
+            Self::Auto => None,
+            Self::Given(value) => Some(value),
+        }
+    }
 }
 
 /// Where the model runs.
@@ -158,10 +168,10 @@ pub struct TrainOptions {
     pub zero: u8,
     /// State in host memory.
     pub offload: Offload,
-    /// Who runs a host-side Adam.
-    pub offload_via: OffloadVia,
-    /// Share of the units whose optimizer state is in host memory.
-    pub offload_fraction: f64,
+    /// Who runs a host-side Adam; `None` means chosen by measurement.
+    pub offload_via: Option<OffloadVia>,
+    /// Share of the units whose optimizer state is in host memory; `None` means the least that fits the limit.
+    pub offload_fraction: Option<f64>,
     /// What is computed again in the backward.
     pub recompute: Recompute,
     /// Pipeline stages.

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use gpurun_model::Dropout;
-use gpurun_plan::{Mesh, OffloadVia, Recompute};
+use gpurun_plan::{Mesh, Recompute};
 use gpurun_types::DType;
 use serde::Deserialize;
 
@@ -12,7 +12,7 @@ use super::config::{self, FileOptions};
 use super::error::{OptionsError, Origins};
 use super::model::{ModelChoice, ModelOptions};
 use super::{
-    Device, Length, MicroBatch, MicroBatches, Offload, PipelineSchedule, Resume, Schedule, Tokenizer, TrainOptions,
+    Choice, Device, Length, MicroBatches, Offload, PipelineSchedule, Resume, Schedule, Tokenizer, TrainOptions,
 };
 
 /// Most sequences that a micro-batch gets when it is not given.
@@ -64,7 +64,7 @@ impl TrainArgs {
             eval_data: args.eval_data,
             eval_every: Some(args.eval_every.unwrap_or(100)).filter(|n| *n > 0),
             seq_len: args.seq_len.unwrap_or(128),
-            micro_batch: sequences(args.micro_batch),
+            micro_batch: args.micro_batch.and_then(Choice::given),
             global_batch: args.global_batch.unwrap_or(GLOBAL_BATCH),
             length: args.epochs.map_or(Length::Steps(args.steps.unwrap_or(STEPS)), Length::Epochs),
             lr,
@@ -81,8 +81,8 @@ impl TrainArgs {
             loss_scale: (dtype == DType::F16).then(|| args.loss_scale.unwrap_or(LOSS_SCALE)),
             zero: args.zero.unwrap_or(0),
             offload: args.offload.unwrap_or(Offload::None),
-            offload_via: args.offload_via.unwrap_or(OffloadVia::Host),
-            offload_fraction: args.offload_fraction.unwrap_or(1.0),
+            offload_via: args.offload_via.and_then(Choice::given),
+            offload_fraction: args.offload_fraction.unwrap_or(Choice::Given(1.0)).given(),
             recompute: args.recompute.unwrap_or(Recompute::None),
             pp: args.pp.unwrap_or(1),
             pp_schedule: args.pp_schedule.unwrap_or(PipelineSchedule::OneFOneB),
@@ -103,13 +103,6 @@ impl TrainArgs {
             options.learning_rate(steps)?;
         }
         Ok(options)
-    }
-}
-
-fn sequences(micro_batch: Option<MicroBatch>) -> Option<usize> {
-    match micro_batch {
-        Some(MicroBatch::Sequences(n)) => Some(n),
-        Some(MicroBatch::Auto) | None => None,
     }
 }
 
@@ -144,9 +137,10 @@ impl Check<'_> {
         self.not_negative("clip", a.clip)?;
         self.within("beta1", a.beta1, |x| (0.0..1.0).contains(&x), "from 0 up to but not 1, such as 0.9")?;
         self.within("beta2", a.beta2, |x| (0.0..1.0).contains(&x), "from 0 up to but not 1, such as 0.95")?;
-        self.within("offload-fraction", a.offload_fraction, |x| (0.0..=1.0).contains(&x), "from 0 to 1")?;
+        let fraction = a.offload_fraction.and_then(Choice::given);
+        self.within("offload-fraction", fraction, |x| (0.0..=1.0).contains(&x), "from 0 to 1")?;
         self.at_least_one("seq-len", a.seq_len, "such as 128")?;
-        self.at_least_one("micro-batch", sequences(a.micro_batch), "such as 4")?;
+        self.at_least_one("micro-batch", a.micro_batch.and_then(Choice::given), "such as 4")?;
         self.at_least_one("global-batch", a.global_batch, "such as 24")?;
         self.at_least_one("threads", a.threads, "or leave it out")?;
         self.at_least_one("pp", a.pp, "or leave it out")?;
@@ -190,7 +184,7 @@ impl Check<'_> {
         )?;
         needs(
             "micro-batch",
-            a.micro_batch == Some(MicroBatch::Auto),
+            a.micro_batch == Some(Choice::Auto),
             "auto is the most that fits a limit, and there is none",
             a.gpu_memory_limit.is_some(),
             "add --gpu-memory-limit BYTES, or give a number",
@@ -198,6 +192,13 @@ impl Check<'_> {
         let mend = "add --offload optimizer, or leave it out";
         needs("offload-via", a.offload_via.is_some(), no_offload, offload, mend)?;
         needs("offload-fraction", a.offload_fraction.is_some(), no_offload, offload, mend)?;
+        needs(
+            "offload-fraction",
+            a.offload_fraction == Some(Choice::Auto),
+            "auto is the least that fits a limit, and there is none",
+            a.gpu_memory_limit.is_some(),
+            "add --gpu-memory-limit BYTES, or give a number",
+        )?;
         let piped = a.pp.is_some_and(|pp| pp > 1);
         let mend = "add --pp STAGES, or leave it out";
         needs("pp-schedule", a.pp_schedule.is_some(), "has no effect without a pipeline", piped, mend)?;

@@ -207,6 +207,10 @@ fn options_that_exclude_each_other_or_have_no_effect_are_refused() {
             "--offload none --offload-fraction 1",
             "--offload-fraction: has no effect while nothing is offloaded; add --offload optimizer, or leave it out",
         ),
+        (
+            "--offload optimizer --offload-fraction auto",
+            "--offload-fraction: auto is the least that fits a limit, and there is none; add --gpu-memory-limit BYTES, or give a number",
+        ),
         ("--eval-every 0 --eval-data src", "--eval-data: is not used with --eval-every 0; leave out one of the two"),
         (
             "--schedule constant --min-lr 0",

@@ -72,8 +72,7 @@ pub(crate) fn lower(b: &mut Builder<'_>, gradients: &Gradients) -> Vec<UnitHome>
 /// Units whose state is on the host: the last ones of the stage. Their new weights are needed last in the next forward.
 fn on_host_side(b: &Builder<'_>, unit: UnitId) -> bool {
     let units = b.stage.units.len();
-    let host = (b.options.offload_fraction * units as f64).round() as usize;
-    b.options.policy.optim.place == Place::Host && (unit.0 - b.stage.units.start) as usize >= units - host
+    (unit.0 - b.stage.units.start) as usize >= units - b.options.units_on_host(units)
 }
 
 fn state(b: &mut Builder<'_>, unit: UnitId) -> State {
