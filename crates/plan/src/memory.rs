@@ -25,21 +25,27 @@ pub(crate) fn lifetimes(buffers: usize, program: &Program) -> Vec<Option<RangeIn
 
 /// Sets every offset; returns the size of the device and of the host arena.
 pub(crate) fn place(buffers: &mut [Buffer], programs: &[&Program]) -> [Bytes; 2] {
+    let lives: Vec<_> = programs.iter().map(|program| lifetimes(buffers.len(), program)).collect();
     [Place::Device, Place::Host].map(|place| {
         let mut base = 0;
         for buffer in buffers.iter_mut().filter(|b| b.place == place && b.persistent) {
             buffer.offset = base;
             base += buffer.bytes().align_up(ALIGN).0;
         }
-        let ends = programs.iter().map(|program| place_transient(buffers, program, place, base));
+        let ends = programs.iter().zip(&lives).map(|(p, lives)| place_transient(buffers, p, lives, place, base));
         Bytes(ends.max().unwrap_or(base))
     })
 }
 
 /// Places the transient buffers of one program above `base`, the largest first, each at the lowest offset where it meets no
 /// other that is alive at the same time. Returns the end of the highest.
-fn place_transient(buffers: &mut [Buffer], program: &Program, place: Place, base: u64) -> u64 {
-    let lives = lifetimes(buffers.len(), program);
+fn place_transient(
+    buffers: &mut [Buffer],
+    program: &Program,
+    lives: &[Option<RangeInclusive<u32>>],
+    place: Place,
+    base: u64,
+) -> u64 {
     let mut order: Vec<BufferId> = (0..buffers.len() as u32)
         .map(BufferId)
         .filter(|id| {
@@ -65,15 +71,19 @@ fn place_transient(buffers: &mut [Buffer], program: &Program, place: Place, base
 struct Placed {
     /// Life, first byte, and the byte behind the last.
     all: Vec<(RangeInclusive<u32>, u64, u64)>,
-    /// Those alive in each stretch of [`STRETCH`] instructions.
-    stretches: Vec<Vec<u32>>,
+    /// Those alive in each stretch of [`STRETCH`] instructions: first those whose life began before it, then those whose life
+    /// begins in it. Those that meet a life are the first stretch's of both kinds and the later ones' of the second: each once.
+    stretches: Vec<[Vec<u32>; 2]>,
+    /// Of one search, kept for the next.
+    taken: Vec<(u64, u64)>,
 }
 
 const STRETCH: u32 = 32;
 
 impl Placed {
     fn new(instrs: usize) -> Self {
-        Self { all: Vec::new(), stretches: vec![Vec::new(); instrs.div_ceil(STRETCH as usize) + 1] }
+        let stretches = vec![[Vec::new(), Vec::new()]; instrs.div_ceil(STRETCH as usize) + 1];
+        Self { all: Vec::new(), stretches, taken: Vec::new() }
     }
 
     fn stretches(life: &RangeInclusive<u32>) -> RangeInclusive<usize> {
@@ -82,21 +92,26 @@ impl Placed {
 
     fn push(&mut self, life: RangeInclusive<u32>, from: u64, to: u64) {
         let index = self.all.len() as u32;
-        self.stretches[Self::stretches(&life)].iter_mut().for_each(|s| s.push(index));
+        let stretches = Self::stretches(&life);
+        for (at, stretch) in self.stretches[stretches].iter_mut().enumerate() {
+            stretch[usize::from(at == 0)].push(index);
+        }
         self.all.push((life, from, to));
     }
 
     /// The lowest offset from `base` where `size` bytes meet nothing that is alive in `life`.
-    fn lowest(&self, life: &RangeInclusive<u32>, size: u64, base: u64) -> u64 {
-        let near = self.stretches[Self::stretches(life)].iter().flatten();
-        let mut taken: Vec<(u64, u64)> = near
+    fn lowest(&mut self, life: &RangeInclusive<u32>, size: u64, base: u64) -> u64 {
+        let stretches = &self.stretches[Self::stretches(life)];
+        let near = stretches[0][0].iter().chain(stretches.iter().flat_map(|[_, begin]| begin));
+        let met = near
             .map(|index| &self.all[*index as usize])
             .filter(|(other, ..)| other.start() <= life.end() && life.start() <= other.end())
-            .map(|(_, from, to)| (*from, *to))
-            .collect();
-        taken.sort_unstable();
+            .map(|(_, from, to)| (*from, *to));
+        self.taken.clear();
+        self.taken.extend(met);
+        self.taken.sort_unstable();
         let mut offset = base;
-        for (from, to) in taken {
+        for &(from, to) in &self.taken {
             if offset + size <= from {
                 break;
             }
