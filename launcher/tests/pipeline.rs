@@ -66,6 +66,8 @@ fn stages_of_processes_give_the_numbers_of_one_stage() {
     for (name, more) in [
         ("plain", vec!["--pp", "2"]),
         ("gpipe", vec!["--pp", "2", "--pp-schedule", "gpipe", "--recompute", "full"]),
+        ("interleaved", vec!["--pp", "2", "--pp-schedule", "interleaved", "--pp-chunks", "3", "--zero", "1"]),
+        ("split", vec!["--pp", "2", "--pp-split", "2,4"]),
         ("sharded", vec!["--pp", "2", "--offload", "optimizer", "--zero", "1"]),
     ] {
         let (staged_said, staged) = room.finished("4", name, &[&words[..], &more[..]].concat());
@@ -107,6 +109,14 @@ fn stages_that_cannot_be_are_refused_with_both_settings() {
         ("3", &["--global-batch", "18", "--pp", "2"], ["3 ranks (--nproc)", "2 stages"]),
         ("9", &["--pp", "9"], ["pp 9", "a model of 8 units"]),
         ("2", &["--pp-schedule", "gpipe"], ["--pp-schedule", "--pp STAGES"]),
+        ("2", &["--pp-split", "4,4"], ["--pp-split", "--pp STAGES"]),
+        ("2", &["--pp", "2", "--pp-chunks", "2"], ["--pp-chunks", "--pp-schedule interleaved"]),
+        ("2", &["--pp", "2", "--pp-split", "3,4"], ["pp-split: the numbers sum to 7", "6 layers, or 8 units"]),
+        (
+            "4",
+            &["--pp", "4", "--pp-schedule", "interleaved", "--pp-chunks", "3"],
+            ["pp 4 with 3 chunks a stage", "a model of 8 units"],
+        ),
         ("2", &["--pp", "0"], ["--pp: 0 is too few", "at least 1"]),
     ] {
         for command in ["train", "plan"] {

@@ -41,6 +41,10 @@ pub fn model_spec(
             scratch: named(unit.scratch(sizes, shape, dtype)),
             forward_flops: unit.forward_flops_per_token(shape.seq) * shape.tokens() as f64,
             restore_flops: unit.restore_flops_per_token(shape.seq) * shape.tokens() as f64,
+            // Units have whole backwards only.
+            splits: false,
+            deferred: Vec::new(),
+            weights_flops: 0.0,
         });
     }
     Ok(ModelSpec { units, tokens: shape.tokens() })

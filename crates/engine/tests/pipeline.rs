@@ -7,7 +7,7 @@ use common::{Case, assert_near, assert_same_bits, gpt2, llama};
 use gpurun_plan::{OffloadVia, Recompute, Schedule};
 use gpurun_types::DType;
 
-const SCHEDULES: [Schedule; 2] = [Schedule::Gpipe, Schedule::OneFOneB];
+const SCHEDULES: [Schedule; 3] = [Schedule::Gpipe, Schedule::OneFOneB, Schedule::Interleaved { chunks: 2 }];
 
 #[test]
 fn stages_times_replicas_give_the_bits_of_replicas_alone() {
@@ -18,7 +18,8 @@ fn stages_times_replicas_give_the_bits_of_replicas_alone() {
             let base = Case { ranks, stage, micro_batches, global_batch, steps: 2, ..Case::plain(llama()) };
             let alone = base.run();
             for schedule in SCHEDULES {
-                for pp in [2, 4] {
+                // Five units: four stages have no two chunks each.
+                for pp in [2, 4].into_iter().filter(|pp| pp * schedule.chunks() <= 5) {
                     let case = Case { pp, schedule, ..base.clone() };
                     assert_same_bits(&case.run(), &alone, &format!("{case:?}"));
                 }
@@ -34,8 +35,13 @@ fn pipelines_compose_with_offload_recompute_and_precision() {
         for recompute in [Recompute::None, Recompute::Selective, Recompute::Full] {
             for (offload, fraction) in [(None, 1.0), (Some(OffloadVia::Host), 0.5), (Some(OffloadVia::Stream), 1.0)] {
                 let base = Case { dtype, ranks, stage, recompute, micro_batches: 3, steps: 2, ..Case::plain(llama()) };
-                let case = Case { pp: 2, offload, fraction, ..base.clone() };
-                assert_same_bits(&case.run(), &base.run(), &format!("{case:?}"));
+                let alone = base.run();
+                for (schedule, split) in
+                    [(Schedule::OneFOneB, Some(vec![4, 1])), (Schedule::Interleaved { chunks: 2 }, None)]
+                {
+                    let case = Case { pp: 2, schedule, split, offload, fraction, ..base.clone() };
+                    assert_same_bits(&case.run(), &alone, &format!("{case:?}"));
+                }
             }
         }
     }
@@ -49,7 +55,10 @@ fn tied_tables_are_one_table() {
             for offload in [None, Some(OffloadVia::Host)] {
                 let base = Case { ranks, stage, micro_batches, offload, ..Case::plain(gpt2()) };
                 let alone = base.run();
-                for (pp, schedule) in [(2, Schedule::OneFOneB), (2, Schedule::Gpipe), (4, Schedule::OneFOneB)] {
+                let interleaved = Schedule::Interleaved { chunks: 2 };
+                for (pp, schedule) in
+                    [(2, Schedule::OneFOneB), (2, Schedule::Gpipe), (4, Schedule::OneFOneB), (2, interleaved)]
+                {
                     let case = Case { pp, schedule, ..base.clone() };
                     // The table's gradient is a sum of two sums, rounded otherwise; then three Adam steps.
                     assert_near(&case.run(), &alone, 2e-4, &format!("{case:?}"));
@@ -75,8 +84,10 @@ fn loss_scaling_and_skipping_are_decided_alike_on_all_stages() {
         };
         let alone = base.run();
         assert!(alone.skipped[0] && alone.skipped.iter().any(|s| !s), "{:?}", alone.skipped);
-        let staged = Case { pp: 2, ..base }.run();
-        assert_eq!((&staged.skipped, &staged.loss_scales), (&alone.skipped, &alone.loss_scales));
-        assert_same_bits(&staged, &alone, "with skipped steps");
+        for schedule in SCHEDULES {
+            let staged = Case { pp: 2, schedule, ..base.clone() }.run();
+            assert_eq!((&staged.skipped, &staged.loss_scales), (&alone.skipped, &alone.loss_scales));
+            assert_same_bits(&staged, &alone, "with skipped steps");
+        }
     }
 }

@@ -8,8 +8,8 @@ use gpurun_device::{CpuSizes, CudaSizes, ScratchSizes};
 use gpurun_engine::{EngineError, model_spec};
 use gpurun_model::BatchShape;
 use gpurun_plan::{
-    CollectiveVolume, Drawing, Machine, MemoryItem, ModelSpec, OffloadVia, Plan, Recompute, Timeline, UnitHome,
-    checkpoint_bytes, collective_volume, estimate, memory_report, svg, trace,
+    CollectiveVolume, Drawing, Machine, MemoryItem, ModelSpec, OffloadVia, Plan, Recompute, Timeline, checkpoint_bytes,
+    collective_volume, estimate, memory_report, svg, trace,
 };
 use gpurun_types::{Bytes, Lane, Place};
 use serde::Serialize;
@@ -68,14 +68,15 @@ struct Pipeline {
     schedule: PipelineSchedule,
     /// Idle share of a step when all stages take equally long and messages no time.
     ideal_bubble: f64,
+    /// Units of each chunk in the order of the chain: what --pp-split takes.
+    split: Vec<u32>,
     stages: Vec<StageReport>,
 }
 
 #[derive(Debug, Serialize)]
 struct StageReport {
-    /// Names of the first and the last unit.
-    units: [String; 2],
-    unit_count: usize,
+    /// Names of the first and the last unit of each chunk.
+    units: Vec<[String; 2]>,
     /// Estimated share of the step in which the compute lane has nothing to do.
     idle: f64,
 }
@@ -283,19 +284,22 @@ impl Planned {
 
     fn pipeline(&self, timeline: &Timeline) -> Pipeline {
         let gpurun_plan::PlanOptions { mesh, schedule, micro_batches, .. } = self.plan.options;
-        let name = |home: Option<&UnitHome>| home.map(|h| self.spec.units[h.unit.0 as usize].name.clone());
+        let name = |unit: u32| self.spec.units[unit as usize].name.clone();
+        let firsts = self.plan.ranks.iter().step_by(mesh.dp as usize);
+        let mut chunks: Vec<_> = firsts.flat_map(|rank| rank.chunks.iter().cloned()).collect();
+        chunks.sort_unstable_by_key(|units| units.start);
         let stage = |stage: u32| {
             let rank = (stage * mesh.dp) as usize;
-            let homes = &self.plan.ranks[rank].homes;
+            let chunks = self.plan.ranks[rank].chunks.iter();
             StageReport {
-                units: [homes.first(), homes.last()].map(|home| name(home).unwrap_or_default()),
-                unit_count: homes.len(),
+                units: chunks.map(|units| [units.start, units.end - 1].map(name)).collect(),
                 idle: 1.0 - timeline.busy(&self.plan, rank, Lane::Compute) / timeline.seconds,
             }
         };
         Pipeline {
             schedule: self.options.pp_schedule,
             ideal_bubble: schedule.bubble(mesh.pp, micro_batches),
+            split: chunks.iter().map(|units| units.end - units.start).collect(),
             stages: (0..mesh.pp).map(stage).collect(),
         }
     }
@@ -332,16 +336,25 @@ fn tables(report: &Report) -> String {
 }
 
 fn stages(pipeline: &Pipeline) -> String {
+    let split: Vec<String> = pipeline.split.iter().map(u32::to_string).collect();
     let mut text = format!(
-        "{} stages in the order of {}; idle {:.1} % of a step if all took equally long\n",
+        "{} stages in the order of {}; idle {:.1} % of a step if all took equally long; --pp-split {}\n",
         pipeline.stages.len(),
         spelled(pipeline.schedule),
-        100.0 * pipeline.ideal_bubble
+        100.0 * pipeline.ideal_bubble,
+        split.join(",")
     );
     for (index, stage) in pipeline.stages.iter().enumerate() {
-        let [first, last] = &stage.units;
-        let units = if stage.unit_count == 1 { first.clone() } else { format!("{first} to {last}") };
-        text.push_str(&format!("  stage {index}: {units}, estimated idle {:.1} %\n", 100.0 * stage.idle));
+        let chunk = |[first, last]: &[String; 2]| match first == last {
+            true => first.clone(),
+            false => format!("{first} to {last}"),
+        };
+        let units: Vec<String> = stage.units.iter().map(chunk).collect();
+        text.push_str(&format!(
+            "  stage {index}: {}, estimated idle {:.1} %\n",
+            units.join(" and "),
+            100.0 * stage.idle
+        ));
     }
     text
 }

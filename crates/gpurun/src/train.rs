@@ -276,7 +276,9 @@ pub(crate) fn plan_options(options: &TrainOptions, world: u32) -> Result<PlanOpt
         schedule: match options.pp_schedule {
             PipelineSchedule::Gpipe => Schedule::Gpipe,
             PipelineSchedule::OneFOneB => Schedule::OneFOneB,
+            PipelineSchedule::Interleaved => Schedule::Interleaved { chunks: options.pp_chunks },
         },
+        split: options.pp_split.clone(),
     })
 }
 

@@ -1,6 +1,6 @@
 //! What each instruction reads and writes: the one place from which waits and proofs are derived.
 
-use crate::ir::{Op, PassIo, Region};
+use crate::ir::{Op, Part, PassIo, Region};
 
 /// The regions that an instruction touches.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -56,9 +56,10 @@ impl Op {
                     if filled.contains(&at) { a.writes.push(*region) } else { a.both(*region) }
                 }
             }
-            Self::Backward { io, .. } => {
+            Self::Backward { io, part, .. } => {
                 a.pass(io);
                 io.saved.iter().for_each(|r| a.both(*r));
+                if *part == Part::Input { &mut a.writes } else { &mut a.reads }.extend(&io.deferred);
             }
             Self::ReduceScatter { src, dst, accumulate, .. } => {
                 a.reads.push(*src);
@@ -112,7 +113,9 @@ impl Op {
             Self::Forward { again: false, .. } => "forward",
             Self::Forward { again: true, .. } => "recompute",
             Self::Restore { .. } => "restore",
-            Self::Backward { .. } => "backward",
+            Self::Backward { part: Part::Whole, .. } => "backward",
+            Self::Backward { part: Part::Input, .. } => "backward-input",
+            Self::Backward { part: Part::Weights, .. } => "backward-weights",
             Self::ReduceScatter { .. } => "reduce-scatter",
             Self::AllGather { .. } => "all-gather",
             Self::Add { .. } => "add",

@@ -6,8 +6,9 @@ use crate::error::PlanError;
 use crate::ir::{Buffer, BufferId, Group, Instr, Kind, Op, Plan, Program, RankPlan, Region, UnitHome};
 use crate::lower::{self, Lowered};
 use crate::spec::{FlatLayout, Layout, ModelSpec, PlanOptions, UnitId};
-use crate::steps::Stage;
-use crate::{memory, stages, steps, verify, waits};
+use crate::stages::Placement;
+use crate::steps::Pipeline;
+use crate::{memory, steps, verify, waits};
 
 /// fp32 elements of the scalar state (see the backend's `ScalarSlot`).
 const SCALARS: usize = 16;
@@ -18,10 +19,10 @@ impl Plan {
     /// # Errors
     /// When settings cannot be, or cannot go together.
     pub fn build(spec: &ModelSpec, options: &PlanOptions) -> Result<Self, PlanError> {
-        check(spec, options)?;
+        let pipeline = pipeline(spec, options)?;
         let mut ranks: Vec<RankPlan> = Vec::new();
         for rank in 0..options.mesh.dp * options.mesh.pp {
-            let mut plan = Builder::new(spec, options, Rank(rank)).build();
+            let mut plan = Builder::new(spec, options, &pipeline, Rank(rank)).build();
             // Buffers and lifetimes are the same on every replica of a stage; only the places within them differ.
             match ranks.get((rank / options.mesh.dp * options.mesh.dp) as usize) {
                 None => place(&mut plan),
@@ -31,7 +32,7 @@ impl Plan {
             waits::derive(&plan.buffers, &mut plan.evaluate.instrs);
             ranks.push(plan);
         }
-        let plan = Self { options: *options, ranks };
+        let plan = Self { options: options.clone(), ranks };
         verify::verify(&plan)?;
         Ok(plan)
     }
@@ -52,14 +53,14 @@ impl Sketch {
     /// # Errors
     /// As [`Plan::build`], but for verification.
     pub fn build(spec: &ModelSpec, options: &PlanOptions) -> Result<Self, PlanError> {
-        check(spec, options)?;
+        let pipeline = pipeline(spec, options)?;
         let first = |stage: u32| {
-            let mut plan = Builder::new(spec, options, Rank(stage * options.mesh.dp)).build();
+            let mut plan = Builder::new(spec, options, &pipeline, Rank(stage * options.mesh.dp)).build();
             place(&mut plan);
             waits::derive(&plan.buffers, &mut plan.train.instrs);
             plan
         };
-        Ok(Self { options: *options, stages: (0..options.mesh.pp).map(first).collect() })
+        Ok(Self { options: options.clone(), stages: (0..options.mesh.pp).map(first).collect() })
     }
 
     /// The stage that holds most in device memory.
@@ -84,6 +85,12 @@ impl Sketch {
     }
 }
 
+/// Who does what when, for options that can be.
+fn pipeline(spec: &ModelSpec, options: &PlanOptions) -> Result<Pipeline, PlanError> {
+    check(spec, options)?;
+    Ok(Pipeline::new(Placement::new(spec, options)?, options))
+}
+
 fn check(spec: &ModelSpec, options: &PlanOptions) -> Result<(), PlanError> {
     let setting = |setting, problem: String| Err(PlanError::Setting { setting, problem });
     if spec.units.len() < 2 {
@@ -92,13 +99,26 @@ fn check(spec: &ModelSpec, options: &PlanOptions) -> Result<(), PlanError> {
     if options.mesh.dp == 0 {
         return setting("ranks", "there must be at least one".to_owned());
     }
-    if options.mesh.pp == 0 || options.mesh.pp as usize > spec.units.len() {
-        let (pp, units) = (options.mesh.pp, spec.units.len());
-        return Err(PlanError::Together {
-            first: format!("pp {pp}"),
-            second: format!("a model of {units} units"),
-            problem: format!("each stage needs a unit of its own; use 1 to {units} stages"),
-        });
+    if options.mesh.pp == 0 {
+        return setting("pp", "there must be at least one stage".to_owned());
+    }
+    let (pp, chunks, units) = (options.mesh.pp, options.schedule.chunks(), spec.units.len());
+    if chunks == 0 {
+        return setting("pp-chunks", "each stage needs at least one".to_owned());
+    }
+    if u64::from(pp) * u64::from(chunks) > units as u64 {
+        let (first, problem) = match chunks {
+            1 => (format!("pp {pp}"), format!("each stage needs a unit of its own; use 1 to {units} stages")),
+            _ => {
+                let most = units / pp as usize;
+                let fewer = if most > 0 { format!("use at most {most} chunks") } else { "use fewer stages".to_owned() };
+                (
+                    format!("pp {pp} with {chunks} chunks a stage"),
+                    format!("each chunk needs a unit of its own; {fewer}"),
+                )
+            }
+        };
+        return Err(PlanError::Together { first, second: format!("a model of {units} units"), problem });
     }
     if options.micro_batches == 0 {
         return setting("micro-batches", "there must be at least one".to_owned());
@@ -127,6 +147,10 @@ fn check(spec: &ModelSpec, options: &PlanOptions) -> Result<(), PlanError> {
         return Err(PlanError::Model(format!("{} is the loss unit and keeps tensors; it can keep none", last.name)));
     }
     for (index, unit) in spec.units.iter().enumerate() {
+        if unit.splits && (index == 0 || index + 1 == spec.units.len() || !unit.borrows.is_empty()) {
+            let problem = "splits its backward, and so can no end of the chain or unit that borrows parameters";
+            return Err(PlanError::Model(format!("unit {} {problem}", unit.name)));
+        }
         let ascending = unit.restorable.windows(2).all(|pair| pair[0] < pair[1]);
         if !ascending || unit.restorable.last().is_some_and(|at| *at >= unit.saved.len()) {
             let problem = format!("unit {} restores tensors {:?} of {}", unit.name, unit.restorable, unit.saved.len());
@@ -161,10 +185,11 @@ pub(crate) struct Builder<'a> {
     /// Index in the data-parallel group.
     pub(crate) replica: usize,
     pub(crate) dp: u32,
-    /// Which units are this rank's.
-    pub(crate) stage: Stage,
-    /// Units of every stage.
-    split: Vec<std::ops::Range<u32>>,
+    /// Index of this rank's stage.
+    pub(crate) stage: u32,
+    /// This rank's units, along the chain.
+    pub(crate) units: Vec<UnitId>,
+    pipeline: &'a Pipeline,
     pub(crate) buffers: Vec<Buffer>,
     pub(crate) instrs: Vec<Instr>,
     /// Persistent weights: whole or shard.
@@ -177,18 +202,17 @@ pub(crate) struct Builder<'a> {
 }
 
 impl<'a> Builder<'a> {
-    fn new(spec: &'a ModelSpec, options: &'a PlanOptions, rank: Rank) -> Self {
+    fn new(spec: &'a ModelSpec, options: &'a PlanOptions, pipeline: &'a Pipeline, rank: Rank) -> Self {
         let nowhere = Region { buffer: BufferId(0), start: 0, len: 0 };
-        let split = stages::split(spec, options.mesh.pp);
-        let index = rank.0 / options.mesh.dp;
-        let stage = Stage { index, stages: options.mesh.pp, units: split[index as usize].clone() };
+        let stage = rank.0 / options.mesh.dp;
         let mut builder = Self {
             spec,
             options,
             replica: (rank.0 % options.mesh.dp) as usize,
             dp: options.mesh.dp,
             stage,
-            split,
+            units: pipeline.placement.units_of(stage),
+            pipeline,
             buffers: Vec::new(),
             instrs: Vec::new(),
             weights: vec![nowhere; spec.units.len()],
@@ -198,7 +222,7 @@ impl<'a> Builder<'a> {
             eval_losses: nowhere,
             rank,
         };
-        let own = builder.stage.units.clone().map(UnitId);
+        let own = builder.units.clone().into_iter();
         for UnitId(index) in own.chain(builder.borrowed_elsewhere()) {
             let (layout, index) = (builder.layout(UnitId(index)), index as usize);
             let (what, elements) =
@@ -218,11 +242,12 @@ impl<'a> Builder<'a> {
     }
 
     fn build(mut self) -> RankPlan {
-        let train = steps::train(self.spec, self.options, &self.stage);
+        let train = steps::train(self.spec, self.options, self.pipeline, self.stage);
         let Lowered { program, homes, replicas } = lower::train(&mut self, &train);
-        let evaluate = steps::evaluate(&self.stage);
+        let evaluate = steps::evaluate(self.pipeline, self.stage);
         let evaluate: Program = lower::evaluate(&mut self, &evaluate);
         let row = self.row();
+        let chunks = self.pipeline.placement.of_stage(self.stage).map(|chunk| chunk.units.clone()).collect();
         RankPlan {
             rank: self.rank,
             buffers: self.buffers,
@@ -230,6 +255,7 @@ impl<'a> Builder<'a> {
             host_bytes: gpurun_types::Bytes(0),
             train: program,
             evaluate,
+            chunks,
             homes,
             replicas,
             scalars: self.scalars,
@@ -261,20 +287,20 @@ impl<'a> Builder<'a> {
 
     /// The stage that owns a unit.
     pub(crate) fn stage_of(&self, unit: UnitId) -> u32 {
-        stages::stage_of(&self.split, unit)
+        self.pipeline.placement.stage_of(unit)
     }
 
     /// Units of other stages whose parameters this stage also uses.
     pub(crate) fn borrowed_elsewhere(&self) -> Vec<UnitId> {
-        borrowed_elsewhere(self.spec, &self.stage.units)
+        borrowed_elsewhere(self.spec, &self.units)
     }
 
     /// Units of this stage whose parameters another stage also uses, and which.
     pub(crate) fn lent(&self) -> Vec<(UnitId, u32)> {
         let mut lent = Vec::new();
-        for (stage, range) in self.split.iter().enumerate() {
-            let foreign = borrowed_elsewhere(self.spec, range).into_iter();
-            lent.extend(foreign.filter(|u| self.stage.units.contains(&u.0)).map(|u| (u, stage as u32)));
+        for stage in 0..self.pipeline.placement.stages {
+            let foreign = borrowed_elsewhere(self.spec, &self.pipeline.placement.units_of(stage)).into_iter();
+            lent.extend(foreign.filter(|u| self.units.contains(u)).map(|u| (u, stage)));
         }
         lent
     }
@@ -355,7 +381,7 @@ impl<'a> Builder<'a> {
     pub(crate) fn gather_scalars(&mut self, whole: Region, row: usize) {
         if self.rows() > 1 {
             let src = Region { start: whole.start + self.row_index() * row, len: row, ..whole };
-            let group = if self.stage.stages > 1 { Group::World } else { Group::Data };
+            let group = if self.options.mesh.pp > 1 { Group::World } else { Group::Data };
             self.emit(Lane::Reduce, Op::AllGather { unit: None, group, src, dst: whole });
         }
     }
@@ -370,9 +396,9 @@ impl<'a> Builder<'a> {
 }
 
 /// Units outside `units` whose parameters these also use, ascending.
-fn borrowed_elsewhere(spec: &ModelSpec, units: &std::ops::Range<u32>) -> Vec<UnitId> {
-    let borrows = units.clone().flat_map(|u| spec.units[u as usize].borrows.iter().copied());
-    let mut foreign: Vec<UnitId> = borrows.filter(|u| !units.contains(&u.0)).collect();
+fn borrowed_elsewhere(spec: &ModelSpec, units: &[UnitId]) -> Vec<UnitId> {
+    let borrows = units.iter().flat_map(|u| spec.units[u.0 as usize].borrows.iter().copied());
+    let mut foreign: Vec<UnitId> = borrows.filter(|u| !units.contains(u)).collect();
     foreign.sort_unstable();
     foreign.dedup();
     foreign

@@ -8,7 +8,7 @@ use gpurun_types::{Bytes, DType, Lane, Place};
 use serde::Serialize;
 
 use crate::build::Sketch;
-use crate::ir::{Buffer, Group, InstrId, Op, PassIo, Plan, RankPlan, Region};
+use crate::ir::{Buffer, Group, InstrId, Op, Part, PassIo, Plan, RankPlan, Region};
 use crate::rendezvous::{self, Cast};
 use crate::spec::{ModelSpec, PlanOptions, UnitId};
 
@@ -233,7 +233,14 @@ impl Cost<'_> {
             }
             // Two products for each of the forward's; the loss unit's forward is in its backward.
             Op::Backward { unit: of, io, .. } if io.dy.is_none() => self.pass(3.0 * unit(of).forward_flops, io, 3.0),
-            Op::Backward { unit: of, io, .. } => self.pass(2.0 * unit(of).forward_flops, io, 2.0),
+            Op::Backward { unit: of, io, part, .. } => {
+                let (whole, weights) = (2.0 * unit(of).forward_flops, unit(of).weights_flops);
+                match part {
+                    Part::Whole => self.pass(whole, io, 2.0),
+                    Part::Input => self.pass(whole - weights, io, 1.0),
+                    Part::Weights => self.pass(weights, io, 1.0),
+                }
+            }
             Op::Adam { place: Place::Host, .. } => self.traffic(op) / m.host_memory,
             Op::Copy { src, dst, .. } if self.buffer(src).place != self.buffer(dst).place => {
                 let down = self.buffer(dst).place == Place::Host;
@@ -260,7 +267,7 @@ impl Cost<'_> {
     }
 
     fn pass(&self, flops: f64, io: &PassIo, times: f64) -> f64 {
-        let regions = io.saved.iter().chain(&io.x).chain(&io.y).chain(&io.dx);
+        let regions = io.saved.iter().chain(&io.deferred).chain(&io.x).chain(&io.y).chain(&io.dx);
         let bytes: f64 = regions.map(|r| self.bytes(r)).sum();
         flops / self.flops() + times * CROSSINGS * bytes / self.machine.memory
     }

@@ -111,12 +111,53 @@ pub struct PassIo {
     pub saved: Vec<Region>,
     /// Scratch tensors, in the unit's order.
     pub scratch: Vec<Region>,
+    /// What the first part of a backward leaves for the second, in the unit's order. Empty in other passes.
+    pub deferred: Vec<Region>,
     /// Tokens, targets, starts of the micro-batch.
     pub batch: [Region; 3],
     /// fp64 `[1]`: the micro-batch's summed loss. Only the loss unit touches it.
     pub loss: Option<Region>,
     /// The scalar state (loss scale). Only the loss unit reads it.
     pub scalars: Option<Region>,
+}
+
+/// Which part of a unit's backward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Part {
+    /// All of it.
+    Whole,
+    /// The gradient of the input; what the other part needs is left in `io.deferred`.
+    Input,
+    /// The gradients of the weights, after the other part.
+    Weights,
+}
+
+/// What a message between stages carries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Parcel {
+    /// The edge out of the unit.
+    Edge,
+    /// The gradient of the edge out of the unit.
+    EdgeGradient,
+    /// The gradient of the unit's parameters that a replica of them summed.
+    ReplicaGradient,
+    /// The unit's new weights, for a replica of them.
+    ReplicaWeights,
+}
+
+impl Parcel {
+    /// In words, before the unit's name.
+    #[must_use]
+    pub const fn words(self) -> &'static str {
+        match self {
+            Self::Edge => "output of",
+            Self::EdgeGradient => "output gradient of",
+            Self::ReplicaGradient => "replica's gradient of",
+            Self::ReplicaWeights => "new weights of",
+        }
+    }
 }
 
 /// One unit's part of [`Op::Norm`].
@@ -195,6 +236,8 @@ pub enum Op {
         unit: UnitId,
         /// The micro-batch.
         micro: Micro,
+        /// Which part.
+        part: Part,
         /// What it touches.
         io: PassIo,
     },
@@ -235,6 +278,10 @@ pub enum Op {
     Send {
         /// The peer.
         peer: Rank,
+        /// What it carries, and of which unit.
+        parcel: Parcel,
+        /// The unit.
+        unit: UnitId,
         /// The micro-batch.
         micro: Micro,
         /// What.
@@ -244,6 +291,10 @@ pub enum Op {
     Recv {
         /// The peer.
         peer: Rank,
+        /// What it carries, and of which unit.
+        parcel: Parcel,
+        /// The unit.
+        unit: UnitId,
         /// The micro-batch.
         micro: Micro,
         /// Where to.
@@ -353,6 +404,8 @@ pub struct RankPlan {
     pub train: Program,
     /// Forward and loss of one micro-batch (its own `Micro(0)`), then the all-gather of the losses.
     pub evaluate: Program,
+    /// Units of each chunk of this rank's stage, along the chain.
+    pub chunks: Vec<std::ops::Range<u32>>,
     /// Units of this rank's stage.
     pub homes: Vec<UnitHome>,
     /// Units of other stages of which this rank holds the weights too.

@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 
 use gpurun_types::{Lane, Rank};
 
-use crate::ir::{Group, Instr, InstrId, Op, Program};
-use crate::spec::Mesh;
+use crate::ir::{Group, Instr, InstrId, Op, Parcel, Program};
+use crate::spec::{Mesh, Micro, UnitId};
 use crate::verify::{VerifyError, describe};
 
 /// Whose programs are run.
@@ -142,6 +142,7 @@ fn advance(
             let Some((theirs, other)) = partner(&cursors[peer], cast.rank(rank), cursors[rank].op(id)) else {
                 return Ok(Vec::new());
             };
+            agree(cursors, lane, (rank, id), (peer, other))?;
             cursors[rank].complete(lane);
             cursors[peer].complete(theirs);
             together.extend([(rank, id), (peer, other)]);
@@ -154,12 +155,11 @@ fn advance(
     Ok(together)
 }
 
-/// The lane of `cursor` whose ready head is the other side of a message with `rank`.
+/// The lane of `cursor` whose ready head is the other side of a message with `rank`. Messages from one rank to another arrive
+/// in the order in which they are sent, so this must be the right one.
 fn partner(cursor: &Cursor<'_>, rank: Rank, op: &Op) -> Option<(Lane, InstrId)> {
     let other_side = |id: &InstrId| match (op, cursor.op(*id)) {
-        (Op::Send { src, .. }, Op::Recv { peer, dst, .. }) | (Op::Recv { dst, .. }, Op::Send { peer, src, .. }) => {
-            *peer == rank && dst.len == src.len
-        }
+        (Op::Send { .. }, Op::Recv { peer, .. }) | (Op::Recv { .. }, Op::Send { peer, .. }) => *peer == rank,
         _ => false,
     };
     Lane::ALL.into_iter().find_map(|lane| {
@@ -168,13 +168,26 @@ fn partner(cursor: &Cursor<'_>, rank: Rank, op: &Op) -> Option<(Lane, InstrId)> 
     })
 }
 
-/// Kind, unit and length of a collective: what its members must agree on.
-fn signature(op: &Op) -> Option<(&'static str, Option<u32>, Group, usize, usize)> {
-    match op {
-        Op::AllGather { unit, group, src, dst } => Some((op.name(), unit.map(|u| u.0), *group, src.len, dst.len)),
-        Op::ReduceScatter { unit, group, src, dst, .. } => Some((op.name(), Some(unit.0), *group, src.len, dst.len)),
-        _ => None,
-    }
+/// What the members of a collective, or the two sides of a message, must agree on.
+#[derive(PartialEq)]
+enum Signature {
+    /// Kind, unit, group, elements of the shard and of the whole.
+    Collective(&'static str, Option<UnitId>, Group, usize, usize),
+    /// What, of which unit and micro-batch, elements.
+    Message(Parcel, UnitId, Micro, usize),
+}
+
+fn signature(op: &Op) -> Option<Signature> {
+    Some(match op {
+        Op::AllGather { unit, group, src, dst } => Signature::Collective(op.name(), *unit, *group, src.len, dst.len),
+        Op::ReduceScatter { unit, group, src, dst, .. } => {
+            Signature::Collective(op.name(), Some(*unit), *group, src.len, dst.len)
+        }
+        Op::Send { parcel, unit, micro, src: region, .. } | Op::Recv { parcel, unit, micro, dst: region, .. } => {
+            Signature::Message(*parcel, *unit, *micro, region.len)
+        }
+        _ => return None,
+    })
 }
 
 fn agree(
@@ -197,8 +210,14 @@ fn agree(
 }
 
 fn words(cursor: &Cursor<'_>, id: InstrId) -> String {
-    let unit = signature(cursor.op(id)).and_then(|s| s.1).map_or_else(String::new, |u| format!(" of unit {u}"));
-    format!("{}{unit}", describe(cursor.instrs, id))
+    let what = match signature(cursor.op(id)) {
+        Some(Signature::Collective(_, Some(unit), ..)) => format!(" of unit {}", unit.0),
+        Some(Signature::Message(parcel, unit, micro, _)) => {
+            format!(" of the {} unit {}, micro-batch {}", parcel.words(), unit.0, micro.0)
+        }
+        _ => String::new(),
+    };
+    format!("{}{what}", describe(cursor.instrs, id))
 }
 
 /// Nobody can move: done, or a deadlock, told by what each rank's lanes are at.

@@ -3,6 +3,8 @@
 use gpurun_types::{Bytes, DType, Place};
 use serde::{Deserialize, Serialize};
 
+use crate::schedule::Schedule;
+
 /// Index of a unit in the chain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(transparent)]
@@ -58,6 +60,12 @@ pub struct UnitSpec {
     pub forward_flops: f64,
     /// Floating-point operations that computing `restorable` again takes.
     pub restore_flops: f64,
+    /// The backward can be run in two parts: the gradient of the input, then those of the weights.
+    pub splits: bool,
+    /// What the first part of a backward leaves for the second.
+    pub deferred: Vec<NamedTensor>,
+    /// Floating-point operations of the second part.
+    pub weights_flops: f64,
 }
 
 impl UnitSpec {
@@ -144,40 +152,8 @@ pub enum Recompute {
     Full,
 }
 
-/// Order of micro-batches on the stages of a pipeline.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Schedule {
-    /// All forwards, then all backwards (Huang et al. 2019): activations of all micro-batches are alive at once.
-    Gpipe,
-    /// As many forwards as there are later stages, then one forward, one backward (Narayanan et al. 2021): activations of at
-    /// most as many micro-batches as there are stages from this one on.
-    #[serde(rename = "1f1b")]
-    OneFOneB,
-}
-
-impl Schedule {
-    /// Micro-batches whose activations a stage holds at most. With one stage nothing is gained by holding more than one.
-    #[must_use]
-    pub fn in_flight(self, stage: u32, stages: u32, micro_batches: u32) -> u32 {
-        match self {
-            Self::Gpipe if stages > 1 => micro_batches,
-            Self::Gpipe | Self::OneFOneB => (stages - stage).min(micro_batches),
-        }
-    }
-
-    /// Share of a step in which a stage has nothing to do, when all stages take equally long and messages no time.
-    #[must_use]
-    pub fn bubble(self, stages: u32, micro_batches: u32) -> f64 {
-        let (p, m) = (f64::from(stages), f64::from(micro_batches));
-        match self {
-            Self::Gpipe | Self::OneFOneB => (p - 1.0) / (m + p - 1.0),
-        }
-    }
-}
-
 /// Everything that shapes a plan besides the model.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct PlanOptions {
     /// Arrangement of ranks.
     pub mesh: Mesh,
@@ -195,8 +171,11 @@ pub struct PlanOptions {
     pub offload_fraction: f64,
     /// What is computed again.
     pub recompute: Recompute,
-    /// Order of micro-batches; with one stage it is one forward, one backward.
+    /// Order of micro-batches; with one stage gpipe is one forward, one backward too.
     pub schedule: Schedule,
+    /// Units of each chunk in the order of the chain, or layers: then the first and the last unit are counted with their
+    /// neighbours. `None` balances the chunks by cost.
+    pub split: Option<Vec<u32>>,
 }
 
 impl PlanOptions {

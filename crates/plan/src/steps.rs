@@ -1,112 +1,172 @@
 //! A step as a list of units' passes, before anything is said of memory or other ranks.
 
-use std::ops::Range;
-
-use crate::spec::{Micro, ModelSpec, PlanOptions, Recompute, Schedule, UnitId};
+use crate::ir::Part;
+use crate::schedule::{Pass, Turn};
+use crate::spec::{Micro, ModelSpec, PlanOptions, Recompute, UnitId};
+use crate::stages::{Chunk, Placement};
 
 /// One pass of one unit over one micro-batch, or something that arrives or leaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Step {
     /// Tokens arrive.
     Load(Micro),
-    /// The edge into the stage's first unit arrives, or (`gradient`) the gradient of the edge out of its last.
-    Receive { micro: Micro, gradient: bool },
-    /// The edge out of the stage's last unit leaves, or (`gradient`) the gradient of the edge into its first.
-    Send { micro: Micro, gradient: bool },
+    /// The edge out of a unit of another stage arrives, or (`gradient`) the gradient of the edge out of a unit of this one.
+    Receive { unit: UnitId, micro: Micro, gradient: bool },
+    /// The edge out of a unit of this stage leaves, or (`gradient`) the gradient of the edge out of a unit of another one.
+    Send { unit: UnitId, micro: Micro, gradient: bool },
     /// A forward; `again` when it repeats one in the backward phase, `keep` when its saved tensors are wanted later.
     Forward { unit: UnitId, micro: Micro, again: bool, keep: bool },
     /// Saved tensors that were freed after the forward are computed again.
     Restore { unit: UnitId, micro: Micro },
-    /// A backward.
-    Backward { unit: UnitId, micro: Micro },
+    /// A backward, or one of its parts.
+    Backward { unit: UnitId, micro: Micro, part: Part },
 }
 
-/// Place of a stage in the pipeline.
-#[derive(Clone, Debug)]
-pub(crate) struct Stage {
-    pub(crate) index: u32,
-    pub(crate) stages: u32,
-    /// Its units.
-    pub(crate) units: Range<u32>,
+/// What stages do when, and who has which chunk: the same for all ranks.
+pub(crate) struct Pipeline {
+    pub(crate) placement: Placement,
+    /// Of each stage.
+    turns: Vec<Vec<Turn>>,
 }
 
-impl Stage {
-    fn first(&self) -> bool {
-        self.index == 0
+/// Place of a message in the one order in which all messages could be sent with every stage doing one thing at a time: by the
+/// time when what it carries is ready in [`crate::Schedule::timed`]. No two messages are equal.
+type Key = (u32, u32, Micro, bool);
+
+impl Pipeline {
+    pub(crate) fn new(placement: Placement, options: &PlanOptions) -> Self {
+        let turns = options.schedule.timed(placement.stages, options.micro_batches);
+        Self { placement, turns }
     }
 
-    fn last(&self) -> bool {
-        self.index + 1 == self.stages
+    fn chunk(&self, turn: &Turn) -> &Chunk {
+        &self.placement.chunks[turn.chunk as usize]
     }
-}
 
-/// One micro-batch through a whole stage.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Pass {
-    Forward(Micro),
-    Backward(Micro),
-}
+    /// The chunk before (or behind, for a gradient) `chunk`, when another stage has it.
+    fn elsewhere(&self, chunk: &Chunk, behind: bool) -> Option<&Chunk> {
+        let index = if behind { chunk.index.checked_add(1) } else { chunk.index.checked_sub(1) };
+        let other = self.placement.chunks.get(index? as usize)?;
+        (other.stage != chunk.stage).then_some(other)
+    }
 
-/// The order of a stage. Backwards are in the order of micro-batches in every schedule, so that gradients are summed alike.
-fn order(schedule: Schedule, stage: &Stage, micros: u32) -> Vec<Pass> {
-    let ahead = schedule.in_flight(stage.index, stage.stages, micros);
-    let mut passes: Vec<Pass> = (0..ahead).map(|m| Pass::Forward(Micro(m))).collect();
-    for micro in 0..micros {
-        passes.push(Pass::Backward(Micro(micro)));
-        if micro + ahead < micros {
-            passes.push(Pass::Forward(Micro(micro + ahead)));
+    /// What a turn needs of another stage, and its place among messages.
+    fn arrival(&self, turn: &Turn) -> Option<(Key, Step)> {
+        let (chunk, micro) = (self.chunk(turn), turn.micro);
+        let (from, unit, gradient) = match turn.pass {
+            Pass::Forward => (self.elsewhere(chunk, false)?, chunk.units.start - 1, false),
+            Pass::Backward | Pass::Input => (self.elsewhere(chunk, true)?, chunk.units.end - 1, true),
+            Pass::Weights => return None,
+        };
+        let sent = self.turns[from.stage as usize].iter().find(|t| {
+            let forward = t.pass == Pass::Forward;
+            t.chunk == from.index && t.micro == micro && t.pass != Pass::Weights && forward != gradient
+        });
+        let ready = sent.expect("each stage passes each micro-batch through its chunks").end;
+        Some(((ready, from.index, micro, gradient), Step::Receive { unit: UnitId(unit), micro, gradient }))
+    }
+
+    /// What a turn has for another stage, and its place among messages.
+    fn departure(&self, turn: &Turn) -> Option<(Key, Step)> {
+        let (chunk, micro) = (self.chunk(turn), turn.micro);
+        let (unit, gradient) = match turn.pass {
+            Pass::Forward => (self.elsewhere(chunk, true).map(|_| chunk.units.end - 1)?, false),
+            Pass::Backward | Pass::Input => (self.elsewhere(chunk, false).map(|_| chunk.units.start - 1)?, true),
+            Pass::Weights => return None,
+        };
+        Some(((turn.end, chunk.index, micro, gradient), Step::Send { unit: UnitId(unit), micro, gradient }))
+    }
+
+    /// What arrives before each turn of a stage.
+    ///
+    /// Receives are in the order of all messages, at least one turn ahead, so that what arrives has a buffer of its own beside
+    /// that turn, and before any send of this stage that comes later in that order (a send stands behind the turn after the
+    /// one that made it). So nothing that the first message not yet sent could wait for needs a later message: with every
+    /// message a rendezvous, and sends and receives on a lane each, no stage waits for ever.
+    fn arrivals(&self, turns: &[Turn]) -> Vec<Vec<Step>> {
+        let mut arriving: Vec<(Key, usize, Step)> = Vec::new();
+        for (at, turn) in turns.iter().enumerate() {
+            arriving.extend(self.arrival(turn).map(|(key, step)| (key, at.saturating_sub(1), step)));
         }
+        arriving.sort_unstable_by_key(|(key, ..)| *key);
+        let leaving: Vec<(Key, usize)> =
+            turns.iter().enumerate().filter_map(|(at, turn)| Some((self.departure(turn)?.0, at))).collect();
+        let mut out = vec![Vec::new(); turns.len()];
+        let mut limit = turns.len() - 1;
+        for (key, at, step) in arriving.into_iter().rev() {
+            let later = leaving.partition_point(|(other, _)| *other < key);
+            let before_send = leaving.get(later).map_or(limit, |(_, turn)| turn + 1);
+            limit = limit.min(at).min(before_send);
+            out[limit].push(step);
+        }
+        out.iter_mut().for_each(|steps| steps.reverse());
+        out
     }
-    passes
 }
 
-/// The training step of one stage. Tokens arrive one forward ahead; what other stages send arrives one pass ahead, so that it
-/// has a buffer of its own beside that pass, and what is sent leaves in the list one pass late, for the same reason.
-pub(crate) fn train(spec: &ModelSpec, options: &PlanOptions, stage: &Stage) -> Vec<Step> {
-    let loss = spec.units.len() as u32 - 1;
-    let passes = order(options.schedule, stage, options.micro_batches);
-    let mut steps = vec![Step::Load(Micro(0))];
-    steps.extend(arrival(stage, passes[0]));
-    for (at, pass) in passes.iter().enumerate() {
-        if let Pass::Forward(Micro(micro)) = *pass
-            && micro + 1 < options.micro_batches
-        {
-            steps.push(Step::Load(Micro(micro + 1)));
+/// The training step of one stage. Tokens arrive one forward ahead; what is sent leaves in the list one turn late, so that it
+/// has a buffer of its own beside that turn.
+pub(crate) fn train(spec: &ModelSpec, options: &PlanOptions, pipeline: &Pipeline, stage: u32) -> Vec<Step> {
+    let turns = &pipeline.turns[stage as usize];
+    let mut arrivals = pipeline.arrivals(turns).into_iter();
+    let mut loads = loads(turns).into_iter();
+    let mut steps: Vec<Step> = loads.next().into_iter().collect();
+    for (at, turn) in turns.iter().enumerate() {
+        if turn.pass == Pass::Forward {
+            steps.extend(loads.next());
         }
-        steps.extend(passes.get(at + 1).and_then(|next| arrival(stage, *next)));
-        match *pass {
-            Pass::Forward(micro) => {
-                // The loss unit's whole work is in its backward.
-                let units = stage.units.clone().filter(|u| *u != loss);
-                steps.extend(units.map(|u| Step::Forward { unit: UnitId(u), micro, again: false, keep: true }));
-            }
-            Pass::Backward(micro) => {
-                steps.extend(stage.units.clone().rev().map(|u| Step::Backward { unit: UnitId(u), micro }));
-            }
-        }
-        steps.extend(at.checked_sub(1).and_then(|before| departure(stage, passes[before])));
+        steps.extend(arrivals.next().into_iter().flatten());
+        passes(spec, pipeline.chunk(turn), turn, &mut steps);
+        let before = at.checked_sub(1).and_then(|before| pipeline.departure(&turns[before]));
+        steps.extend(before.map(|(_, step)| step));
     }
-    steps.extend(departure(stage, passes[passes.len() - 1]));
+    steps.extend(turns.last().and_then(|turn| pipeline.departure(turn)).map(|(_, step)| step));
     match options.recompute {
         Recompute::None => steps,
         Recompute::Selective => restore(spec, steps),
-        Recompute::Full => recompute(steps, loss),
+        Recompute::Full => recompute(steps, spec.units.len() as u32 - 1),
     }
 }
 
-/// What a pass needs of another stage.
-fn arrival(stage: &Stage, pass: Pass) -> Option<Step> {
-    match pass {
-        Pass::Forward(micro) => (!stage.first()).then_some(Step::Receive { micro, gradient: false }),
-        Pass::Backward(micro) => (!stage.last()).then_some(Step::Receive { micro, gradient: true }),
+/// Loads of micro-batches, in the order in which forwards first need them.
+fn loads(turns: &[Turn]) -> Vec<Step> {
+    let mut seen: Vec<Micro> = Vec::new();
+    let mut last = None;
+    for turn in turns.iter().filter(|t| t.pass == Pass::Forward) {
+        // Micro-batches begin in ascending order in every schedule.
+        if last.is_none_or(|last| turn.micro > last) {
+            seen.push(turn.micro);
+            last = Some(turn.micro);
+        }
     }
+    seen.into_iter().map(Step::Load).collect()
 }
 
-/// What a pass has for another stage.
-fn departure(stage: &Stage, pass: Pass) -> Option<Step> {
-    match pass {
-        Pass::Forward(micro) => (!stage.last()).then_some(Step::Send { micro, gradient: false }),
-        Pass::Backward(micro) => (!stage.first()).then_some(Step::Send { micro, gradient: true }),
+/// The passes of a turn, unit by unit.
+fn passes(spec: &ModelSpec, chunk: &Chunk, turn: &Turn, steps: &mut Vec<Step>) {
+    let (micro, loss) = (turn.micro, spec.units.len() as u32 - 1);
+    let splits = |u: u32| spec.units[u as usize].splits;
+    let backward = |u, part| Step::Backward { unit: UnitId(u), micro, part };
+    let units = chunk.units.clone();
+    match turn.pass {
+        // The loss unit's whole work is in its backward.
+        Pass::Forward => steps.extend(units.filter(|u| *u != loss).map(|u| Step::Forward {
+            unit: UnitId(u),
+            micro,
+            again: false,
+            keep: true,
+        })),
+        Pass::Backward => steps.extend(units.rev().map(|u| backward(u, Part::Whole))),
+        // Nobody waits for the first unit, which has no input.
+        Pass::Input => steps.extend(
+            units.rev().filter(|u| *u > 0).map(|u| backward(u, if splits(u) { Part::Input } else { Part::Whole })),
+        ),
+        Pass::Weights => steps.extend(
+            units
+                .rev()
+                .filter(|u| *u == 0 || splits(*u))
+                .map(|u| backward(u, if u > 0 { Part::Weights } else { Part::Whole })),
+        ),
     }
 }
 
@@ -115,7 +175,9 @@ fn restore(spec: &ModelSpec, steps: Vec<Step>) -> Vec<Step> {
     let mut out = Vec::with_capacity(steps.len() * 3 / 2);
     for step in steps {
         match step {
-            Step::Backward { unit, micro } if !spec.units[unit.0 as usize].restorable.is_empty() => {
+            Step::Backward { unit, micro, part: Part::Whole | Part::Input }
+                if !spec.units[unit.0 as usize].restorable.is_empty() =>
+            {
                 out.extend([Step::Restore { unit, micro }, step]);
             }
             other => out.push(other),
@@ -133,7 +195,7 @@ fn recompute(steps: Vec<Step>, last: u32) -> Vec<Step> {
             Step::Forward { unit, micro, again, .. } if middle(unit) => {
                 out.push(Step::Forward { unit, micro, again, keep: false });
             }
-            Step::Backward { unit, micro } if middle(unit) => {
+            Step::Backward { unit, micro, part: Part::Whole | Part::Input } if middle(unit) => {
                 out.extend([Step::Forward { unit, micro, again: true, keep: true }, step]);
             }
             other => out.push(other),
@@ -143,12 +205,22 @@ fn recompute(steps: Vec<Step>, last: u32) -> Vec<Step> {
 }
 
 /// An evaluation: forward of every unit of the stage, the loss unit included.
-pub(crate) fn evaluate(stage: &Stage) -> Vec<Step> {
+pub(crate) fn evaluate(pipeline: &Pipeline, stage: u32) -> Vec<Step> {
     let micro = Micro(0);
     let forward = |u| Step::Forward { unit: UnitId(u), micro, again: false, keep: false };
     let mut steps = vec![Step::Load(micro)];
-    steps.extend(arrival(stage, Pass::Forward(micro)));
-    steps.extend(stage.units.clone().map(forward));
-    steps.extend(departure(stage, Pass::Forward(micro)));
+    for chunk in pipeline.placement.of_stage(stage) {
+        let units = chunk.units.clone();
+        let edge = |unit| (UnitId(unit), micro, false);
+        if pipeline.elsewhere(chunk, false).is_some() {
+            let (unit, micro, gradient) = edge(units.start - 1);
+            steps.push(Step::Receive { unit, micro, gradient });
+        }
+        steps.extend(units.clone().map(forward));
+        if pipeline.elsewhere(chunk, true).is_some() {
+            let (unit, micro, gradient) = edge(units.end - 1);
+            steps.push(Step::Send { unit, micro, gradient });
+        }
+    }
     steps
 }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::ir::{Buffer, Op, PassIo, Program, RankPlan, Region};
+use crate::ir::{Buffer, Op, Part, PassIo, Program, RankPlan, Region};
 use crate::spec::{ModelSpec, UnitId};
 
 /// A program with the names of its buffers.
@@ -41,13 +41,24 @@ impl Op {
                 format!("{} {}, micro-batch {}", if *again { "recompute" } else { "forward" }, name(unit), micro.0)
             }
             Self::Restore { unit, micro, .. } => format!("restore {}, micro-batch {}", name(unit), micro.0),
-            Self::Backward { unit, micro, .. } => format!("backward {}, micro-batch {}", name(unit), micro.0),
+            Self::Backward { unit, micro, part, .. } => {
+                let what = match part {
+                    Part::Whole => "backward",
+                    Part::Input => "input gradient of",
+                    Part::Weights => "weight gradients of",
+                };
+                format!("{what} {}, micro-batch {}", name(unit), micro.0)
+            }
             Self::ReduceScatter { unit, .. } => format!("reduce-scatter gradients of {}", name(unit)),
             Self::AllGather { unit: Some(unit), .. } => format!("all-gather {}", name(unit)),
             Self::AllGather { unit: None, .. } => "all-gather norms and losses".to_owned(),
             Self::Add { unit, .. } => format!("add gradients of a replica of {}", name(unit)),
-            Self::Send { peer, micro, .. } => format!("send micro-batch {} to {peer}", micro.0),
-            Self::Recv { peer, micro, .. } => format!("receive micro-batch {} from {peer}", micro.0),
+            Self::Send { peer, parcel, unit, micro, .. } => {
+                format!("send {} {}, micro-batch {}, to {peer}", parcel.words(), name(unit), micro.0)
+            }
+            Self::Recv { peer, parcel, unit, micro, .. } => {
+                format!("receive {} {}, micro-batch {}, from {peer}", parcel.words(), name(unit), micro.0)
+            }
             Self::Norm { parts } => format!("gradient norm of {}", names(&mut parts.iter().map(|p| p.unit))),
             Self::Scalars { .. } => "global norm and loss scale".to_owned(),
             Self::Adam { parts, .. } => format!("adam {}", names(&mut parts.iter().map(|p| p.unit))),

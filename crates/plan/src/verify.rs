@@ -7,10 +7,13 @@
 //! - Each stage holds the activations of as many micro-batches as its schedule says.
 //! - Regions lie in their buffers, and buffers in their arenas.
 
+use std::collections::{BTreeMap, BTreeSet};
+
 use gpurun_types::{Bytes, Lane, Place, Rank};
 
-use crate::ir::{Instr, InstrId, Op, Plan, Program, RankPlan, Region};
+use crate::ir::{Instr, InstrId, Op, Part, Plan, Program, RankPlan, Region};
 use crate::rendezvous::{self, Cast};
+use crate::spec::{Micro, UnitId};
 use crate::waits::{Clock, Clocks, Segments, knows};
 
 /// What is wrong with a plan.
@@ -103,25 +106,38 @@ pub fn verify(plan: &Plan) -> Result<(), VerifyError> {
     rendezvous::run(cast, &programs(|r| &r.evaluate), |_| ())
 }
 
-/// Counts micro-batches between the forward and the backward of the stage's first unit.
+/// Counts passes of micro-batches through chunks between their first forward and the last part of their backward.
 fn in_flight(plan: &Plan, rank: &RankPlan) -> Result<(), VerifyError> {
-    let (mesh, first) = (plan.options.mesh, rank.homes.first().map(|home| home.unit));
-    let (mut now, mut held) = (0u32, 0u32);
-    let mut forwards = false;
-    for instr in &rank.train.instrs {
-        match instr.op {
-            Op::Forward { unit, again: false, .. } if Some(unit) == first => {
-                forwards = true;
-                now += 1;
-                held = held.max(now);
-            }
-            // The loss unit has no forward: a stage of nothing else keeps nothing.
-            Op::Backward { unit, .. } if Some(unit) == first && forwards => now -= 1,
-            _ => {}
-        }
+    let (mesh, schedule) = (plan.options.mesh, plan.options.schedule);
+    let chunk_of = |unit: UnitId| rank.chunks.iter().position(|units| units.contains(&unit.0));
+    let mut lives: BTreeMap<(usize, Micro), (bool, usize, usize)> = BTreeMap::new();
+    let mut apart = vec![!schedule.splits(); rank.chunks.len()];
+    for (index, instr) in rank.train.instrs.iter().enumerate() {
+        let (unit, micro, forward) = match &instr.op {
+            Op::Forward { unit, micro, .. } => (*unit, *micro, true),
+            Op::Backward { unit, micro, .. } => (*unit, *micro, false),
+            _ => continue,
+        };
+        let Some(chunk) = chunk_of(unit) else { continue };
+        apart[chunk] |= matches!(instr.op, Op::Backward { part: Part::Weights, .. });
+        let life = lives.entry((chunk, micro)).or_insert((forward, index, index));
+        life.2 = index;
     }
-    let expected = plan.options.schedule.in_flight(rank.rank.0 / mesh.dp, mesh.pp, plan.options.micro_batches);
-    if forwards && held != expected {
+    // A chunk of only the loss unit has no forward, and keeps nothing.
+    let kept: BTreeSet<usize> = lives.iter().filter(|(_, life)| life.0).map(|((chunk, _), _)| *chunk).collect();
+    let mut changes: Vec<(usize, i32)> =
+        lives.into_values().filter(|life| life.0).flat_map(|(_, first, last)| [(first, 1), (last, -1)]).collect();
+    changes.sort_unstable();
+    let (mut now, mut held) = (0, 0);
+    for (_, change) in changes {
+        now += change;
+        held = held.max(now);
+    }
+    let expected = schedule.in_flight(rank.rank.0 / mesh.dp, mesh.pp, plan.options.micro_batches);
+    // Where units cannot defer the gradients of their weights, activations go earlier than the schedule would keep them.
+    let exact = kept.len() == rank.chunks.len() && kept.iter().all(|chunk| apart[*chunk]);
+    let held = held as u32;
+    if held > expected || exact && held != expected {
         return Err(VerifyError::InFlight { rank: rank.rank, held, expected });
     }
     Ok(())

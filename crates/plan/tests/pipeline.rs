@@ -6,7 +6,14 @@ use common::{chain, options};
 use gpurun_plan::*;
 use gpurun_types::{DType, Lane, Rank};
 
-const SCHEDULES: [Schedule; 2] = [Schedule::Gpipe, Schedule::OneFOneB];
+const SCHEDULES: [Schedule; 6] = [
+    Schedule::Gpipe,
+    Schedule::OneFOneB,
+    Schedule::Interleaved { chunks: 2 },
+    Schedule::Interleaved { chunks: 4 },
+    Schedule::ZeroBubble,
+    Schedule::ZeroBubbleV,
+];
 
 fn staged(pp: u32, dp: u32, micro_batches: u32, schedule: Schedule) -> PlanOptions {
     PlanOptions { mesh: Mesh { dp, pp }, schedule, ..options(dp, 0, micro_batches) }
@@ -16,7 +23,8 @@ fn staged(pp: u32, dp: u32, micro_batches: u32, schedule: Schedule) -> PlanOptio
 fn balanced(units: usize) -> (ModelSpec, Machine) {
     let mut spec = chain(&vec![100; units + 2], false, DType::Bf16);
     for (index, unit) in spec.units.iter_mut().enumerate() {
-        unit.forward_flops = if index == 0 || index == units + 1 { 0.0 } else { 1e9 };
+        let flops = if index == 0 || index == units + 1 { 0.0 } else { 1e9 };
+        (unit.forward_flops, unit.weights_flops) = (flops, flops);
     }
     let machine = Machine {
         half_flops: 1e12,
@@ -35,9 +43,10 @@ fn balanced(units: usize) -> (ModelSpec, Machine) {
 #[test]
 fn bubbles_are_what_the_formula_says() {
     let _limit = testkit::time_limit(60);
-    let (spec, machine) = balanced(8);
+    // Every chunk has as many units of equal cost.
+    let (spec, machine) = balanced(16);
     for schedule in SCHEDULES {
-        for pp in [1, 2, 4, 8] {
+        for pp in [1, 2, 4, 8].into_iter().filter(|pp| pp * schedule.chunks() <= 16) {
             for micro_batches in [1, 2, 4, 7, 8, 16] {
                 let plan = Plan::build(&spec, &staged(pp, 1, micro_batches, schedule)).expect("legal");
                 let timeline = estimate(&plan, &spec, &machine);
@@ -53,16 +62,42 @@ fn bubbles_are_what_the_formula_says() {
 }
 
 #[test]
+fn formulas_are_those_of_the_papers() {
+    let _limit = testkit::time_limit(10);
+    // Idle time over the time of the work: (p - 1) / m, a v-th of it interleaved, a third for ZB-H1.
+    let idle = |schedule: Schedule, p, m| {
+        let share = schedule.bubble(p, m);
+        share / (1.0 - share)
+    };
+    for (p, m) in [(2, 4), (4, 8), (4, 13), (8, 16)] {
+        let plain = f64::from(p - 1) / f64::from(m);
+        for (schedule, part) in [
+            (Schedule::Gpipe, 1.0),
+            (Schedule::OneFOneB, 1.0),
+            (Schedule::Interleaved { chunks: 2 }, 2.0),
+            (Schedule::Interleaved { chunks: 4 }, 4.0),
+            (Schedule::ZeroBubble, 3.0),
+            // Nothing but the time until the last stage has its first micro-batch: a chunk is half a stage.
+            (Schedule::ZeroBubbleV, 6.0),
+        ] {
+            assert!((idle(schedule, p, m) - plain / part).abs() < 1e-12, "{schedule:?}, {p} stages, {m} micro-batches");
+        }
+    }
+}
+
+#[test]
 fn sketches_take_as_long_as_plans() {
     let _limit = testkit::time_limit(30);
     let (spec, _) = balanced(6);
     let machine = Machine::named("a100", 1, 1).expect("a known name");
     for (pp, dp) in [(1, 4), (2, 2), (4, 3)] {
-        let o = staged(pp, dp, 4, Schedule::OneFOneB);
-        let plan = Plan::build(&spec, &o).expect("legal");
-        let sketch = Sketch::build(&spec, &o).expect("legal");
-        assert_eq!(estimate_sketch(&sketch, &spec, &machine), estimate(&plan, &spec, &machine).seconds);
-        assert_eq!(Some(sketch.largest().device_bytes), plan.ranks.iter().map(|r| r.device_bytes).max());
+        for schedule in SCHEDULES.into_iter().filter(|s| s.chunks() * pp <= 8) {
+            let o = staged(pp, dp, 4, schedule);
+            let plan = Plan::build(&spec, &o).expect("legal");
+            let sketch = Sketch::build(&spec, &o).expect("legal");
+            assert_eq!(estimate_sketch(&sketch, &spec, &machine), estimate(&plan, &spec, &machine).seconds);
+            assert_eq!(Some(sketch.largest().device_bytes), plan.ranks.iter().map(|r| r.device_bytes).max());
+        }
     }
 }
 
@@ -110,12 +145,77 @@ fn one_queue_for_sends_and_receives_is_a_deadlock() {
 fn stages_are_balanced_with_both_ends_counted() {
     let _limit = testkit::time_limit(10);
     let mut spec = chain(&[100; 10], false, DType::Bf16);
-    // A head as dear as four blocks, an embedding that costs nothing.
+    // A head as dear as four blocks, an embedding that costs nothing but its edge.
+    spec.units.iter_mut().for_each(|unit| unit.forward_flops = 1e9);
     spec.units[0].forward_flops = 0.0;
-    spec.units[9].forward_flops = 4e6;
+    spec.units[9].forward_flops = 4e9;
     let plan = Plan::build(&spec, &staged(3, 1, 2, Schedule::OneFOneB)).expect("legal");
     let units = plan.ranks.iter().map(|r| r.homes.len()).collect::<Vec<_>>();
     assert_eq!(units, [5, 4, 1], "0 + 4, 4, and 4 forwards' worth");
+}
+
+#[test]
+fn chunks_are_where_their_schedule_has_them() {
+    let _limit = testkit::time_limit(10);
+    let spec = chain(&[100; 10], false, DType::Bf16);
+    let chunks = |schedule, split: Option<Vec<u32>>| -> Vec<Vec<std::ops::Range<u32>>> {
+        let plan = Plan::build(&spec, &PlanOptions { split, ..staged(2, 1, 4, schedule) }).expect("legal");
+        plan.ranks.into_iter().map(|rank| rank.chunks).collect()
+    };
+    let interleaved = Schedule::Interleaved { chunks: 2 };
+    // In units, and in layers, to which both ends are added.
+    assert_eq!(chunks(interleaved, Some(vec![3, 3, 3, 1])), [[0..3, 6..9], [3..6, 9..10]]);
+    assert_eq!(chunks(interleaved, Some(vec![2, 3, 3, 0])), [[0..3, 6..9], [3..6, 9..10]]);
+    assert_eq!(chunks(Schedule::ZeroBubbleV, Some(vec![3, 3, 3, 1])), [[0..3, 9..10], [3..6, 6..9]]);
+    assert_eq!(chunks(Schedule::OneFOneB, Some(vec![7, 3])).concat(), [0..7, 7..10]);
+}
+
+#[test]
+fn splits_that_cannot_be_say_what_would() {
+    let _limit = testkit::time_limit(10);
+    let spec = chain(&[100; 10], false, DType::Bf16);
+    for (split, part) in [
+        (vec![5, 5, 5], "3 numbers for 2 chunks"),
+        (vec![5, 6], "sum to 11; the model has 8 layers, or 10 units"),
+        (vec![10, 0], "chunk 1 gets nothing"),
+    ] {
+        let options = PlanOptions { split: Some(split), ..staged(2, 1, 4, Schedule::OneFOneB) };
+        let error = Plan::build(&spec, &options).expect_err("no split").to_string();
+        assert!(error.starts_with("pp-split: ") && error.contains(part), "{error}");
+    }
+    let error =
+        Plan::build(&spec, &staged(4, 1, 4, Schedule::Interleaved { chunks: 3 })).expect_err("too many").to_string();
+    assert_eq!(
+        error,
+        "pp 4 with 3 chunks a stage and a model of 10 units cannot go together: each chunk needs a unit of its own; use at most 2 chunks"
+    );
+}
+
+#[test]
+fn messages_in_another_order_name_both() {
+    let _limit = testkit::time_limit(10);
+    let spec = chain(&[100; 10], false, DType::Bf16);
+    for schedule in SCHEDULES {
+        let plan = Plan::build(&spec, &staged(2, 1, 4, schedule)).expect("legal");
+        for lane in [Lane::Send, Lane::Receive] {
+            let mut broken = plan.clone();
+            let instrs = &mut broken.ranks[0].train.instrs;
+            let mut on_lane = (0..instrs.len()).filter(|i| instrs[*i].lane == lane);
+            let (first, second) = (on_lane.next().expect("a message"), on_lane.next().expect("another"));
+            // Only what they carry changes places, so that there is no hazard: the wrong edge would be worked on.
+            let micros = [first, second].map(|at| match instrs[at].op {
+                Op::Send { unit, micro, .. } | Op::Recv { unit, micro, .. } => (unit, micro),
+                _ => unreachable!("a lane of messages"),
+            });
+            for (at, (new_unit, new_micro)) in [(first, micros[1]), (second, micros[0])] {
+                if let Op::Send { unit, micro, .. } | Op::Recv { unit, micro, .. } = &mut instrs[at].op {
+                    (*unit, *micro) = (new_unit, new_micro);
+                }
+            }
+            let error = verify(&broken).expect_err("the wrong message").to_string();
+            assert!(error.contains("rank 0 comes to") && error.contains("rank 1 comes to"), "{error}");
+        }
+    }
 }
 
 #[test]

@@ -7,15 +7,24 @@ use gpurun_plan::*;
 use gpurun_types::{Bytes, DType, Place};
 use proptest::prelude::*;
 
+const SCHEDULES: [Schedule; 5] = [
+    Schedule::Gpipe,
+    Schedule::OneFOneB,
+    Schedule::Interleaved { chunks: 2 },
+    Schedule::ZeroBubble,
+    Schedule::ZeroBubbleV,
+];
 const RECOMPUTE: &[Recompute] = &[Recompute::None, Recompute::Selective, Recompute::Full];
 
 fn any_options() -> impl Strategy<Value = (ModelSpec, PlanOptions)> {
     let model = (prop::collection::vec(0usize..2000, 2..6), any::<bool>());
     let layout = (1u32..=6, 0u8..=3, 1u32..=4, 0u8..3, 0.0..=1.0f64);
-    let pipeline = (1u32..=4, prop::sample::select(vec![Schedule::Gpipe, Schedule::OneFOneB]));
+    let pipeline = (1u32..=4, prop::sample::select(SCHEDULES.to_vec()));
     let kinds = (prop::sample::select(vec![DType::F32, DType::Bf16, DType::F16]), prop::sample::select(RECOMPUTE));
     (model, layout, kinds, pipeline).prop_map(|((params, tied), layout, (dtype, recompute), (pp, schedule))| {
         let (dp, stage, micro, offload, fraction) = layout;
+        let schedule =
+            if 2 * pp as usize > params.len() && schedule.chunks() > 1 { Schedule::OneFOneB } else { schedule };
         let pp = pp.min(params.len() as u32);
         // Few ranks, so that a case is quick.
         let mut o = options(if pp > 1 { dp.min(3) } else { dp }, stage, micro);
@@ -167,7 +176,7 @@ fn moments_in_bf16_take_half_the_bytes_everywhere() {
         offloaded(options(1, 0, 1), OffloadVia::Stream),
     ] {
         let planned = |adam_dtype| {
-            let plan = Plan::build(&spec, &PlanOptions { adam_dtype, ..base }).expect("legal");
+            let plan = Plan::build(&spec, &PlanOptions { adam_dtype, ..base.clone() }).expect("legal");
             let report = memory_report(&plan.ranks[0]);
             let of = |name: &str| report.iter().filter(|i| i.name == name).map(|i| i.bytes.0).sum::<u64>();
             ([of("Adam m"), of("Adam v")], of("master weights"), checkpoint_bytes(&plan.ranks[0], base.mesh.dp).0)

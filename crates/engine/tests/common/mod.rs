@@ -38,6 +38,8 @@ pub struct Case {
     pub recompute: Recompute,
     pub pp: u32,
     pub schedule: Schedule,
+    /// Units of each chunk.
+    pub split: Option<Vec<u32>>,
     pub steps: u64,
     /// Sequences per step, over all ranks and micro-batches.
     pub global_batch: usize,
@@ -106,6 +108,7 @@ impl Case {
             recompute: Recompute::None,
             pp: 1,
             schedule: Schedule::OneFOneB,
+            split: None,
             steps: 3,
             global_batch: 12,
             loss_scale: None,
@@ -126,6 +129,7 @@ impl Case {
                 offload_fraction: self.fraction,
                 recompute: self.recompute,
                 schedule: self.schedule,
+                split: self.split.clone(),
             },
             shape: BatchShape { batch: self.global_batch / (self.ranks * self.micro_batches) as usize, seq: SEQ },
             adam: AdamOptions {

@@ -111,6 +111,13 @@ pub struct TrainArgs {
     /// Order of micro-batches on the stages of --pp [default: 1f1b]
     #[arg(long, value_enum, help_heading = "Pipeline")]
     pub pp_schedule: Option<PipelineSchedule>,
+    /// Chunks of layers of each stage with --pp-schedule interleaved [default: 2]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, help_heading = "Pipeline")]
+    pub pp_chunks: Option<u32>,
+    /// Layers of each stage, such as 6,6,7,5; of each chunk in their order where stages have several. Numbers that sum to two
+    /// more than the layers count embedding and head too [default: balanced by cost]
+    #[arg(long, value_name = "N,N,...", value_delimiter = ',', help_heading = "Pipeline")]
+    pub pp_split: Vec<u32>,
     /// Most device memory of a rank, for example 24GiB: micro-batches become as large as fit, and what cannot fit is refused
     /// before the first step, with what would [default: no limit]
     #[arg(long, value_name = "BYTES", value_parser = bytes, help_heading = "Precision and memory")]
@@ -173,11 +180,11 @@ macro_rules! for_all {
 
 for_all!(
     model dropout eval_every tokenizer seq_len micro_batch global_batch steps epochs lr min_lr warmup schedule weight_decay
-    beta1 beta2 eps clip dtype adam_dtype loss_scale zero offload offload_via offload_fraction recompute pp pp_schedule gpu_memory_limit device
-    share_gpu threads
+    beta1 beta2 eps clip dtype adam_dtype loss_scale zero offload offload_via offload_fraction recompute pp pp_schedule pp_chunks gpu_memory_limit
+    device share_gpu threads
     seed out
     save_every keep resume metrics;
-    data eval_data
+    data eval_data pp_split
 );
 
 impl TrainArgs {

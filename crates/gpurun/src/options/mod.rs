@@ -76,6 +76,8 @@ pub enum PipelineSchedule {
     #[value(name = "1f1b")]
     #[serde(rename = "1f1b")]
     OneFOneB,
+    /// Each stage has several chunks of the layers (--pp-chunks) and takes them in turn: less idle time, more messages.
+    Interleaved,
 }
 
 /// What an option says that may be left to the program.
@@ -178,6 +180,10 @@ pub struct TrainOptions {
     pub pp: u32,
     /// Order of micro-batches on the stages.
     pub pp_schedule: PipelineSchedule,
+    /// Chunks of layers of each stage; 1 unless they are interleaved.
+    pub pp_chunks: u32,
+    /// Layers, or units, of each chunk; `None` means balanced by cost.
+    pub pp_split: Option<Vec<u32>>,
     /// Most device memory of a rank; `None` means no limit.
     pub gpu_memory_limit: Option<Bytes>,
     /// Where the model runs.

@@ -86,6 +86,11 @@ impl TrainArgs {
             recompute: args.recompute.unwrap_or(Recompute::None),
             pp: args.pp.unwrap_or(1),
             pp_schedule: args.pp_schedule.unwrap_or(PipelineSchedule::OneFOneB),
+            pp_chunks: match args.pp_schedule {
+                Some(PipelineSchedule::Interleaved) => args.pp_chunks.unwrap_or(2),
+                _ => 1,
+            },
+            pp_split: Some(args.pp_split).filter(|split| !split.is_empty()),
             gpu_memory_limit: args.gpu_memory_limit,
             device: args.device.unwrap_or(Device::Auto),
             share_gpu: args.share_gpu.unwrap_or(false),
@@ -144,6 +149,7 @@ impl Check<'_> {
         self.at_least_one("global-batch", a.global_batch, "such as 24")?;
         self.at_least_one("threads", a.threads, "or leave it out")?;
         self.at_least_one("pp", a.pp, "or leave it out")?;
+        self.at_least_one("pp-chunks", a.pp_chunks, "or leave it out for 2")?;
         self.at_least_one("keep", a.keep, "or leave it out to keep 2")?;
         self.at_least_one("steps", a.steps, "such as 300")?;
         self.at_least_one("save-every", a.save_every, "or leave it out to save every 500 steps")?;
@@ -201,7 +207,12 @@ impl Check<'_> {
         )?;
         let piped = a.pp.is_some_and(|pp| pp > 1);
         let mend = "add --pp STAGES, or leave it out";
-        needs("pp-schedule", a.pp_schedule.is_some(), "has no effect without a pipeline", piped, mend)?;
+        let no_pipeline = "has no effect without a pipeline";
+        needs("pp-schedule", a.pp_schedule.is_some(), no_pipeline, piped, mend)?;
+        needs("pp-split", !a.pp_split.is_empty(), no_pipeline, piped, mend)?;
+        let interleaved = a.pp_schedule == Some(PipelineSchedule::Interleaved);
+        let mend = "add --pp-schedule interleaved, or leave it out";
+        needs("pp-chunks", a.pp_chunks.is_some(), "has no effect while stages have one chunk", interleaved, mend)?;
         let evaluated = a.eval_every != Some(0);
         needs(
             "eval-data",

@@ -7,7 +7,7 @@ use gpurun_types::{Bytes, Lane, Place};
 use super::Drawing;
 use super::memory::Series;
 use crate::estimate::Span;
-use crate::ir::{Kind, Op, RankPlan};
+use crate::ir::{Kind, Op, Part, RankPlan};
 use crate::spec::ModelSpec;
 
 const WIDTH: f64 = 1600.0;
@@ -212,10 +212,11 @@ const STYLE: &str = ".title{font-size:22px;font-weight:bold;fill:#1f2933}.headin
 .arena{stroke:#b42318;stroke-width:1.5;stroke-dasharray:6 4}.i{stroke:#ffffff;stroke-width:0.3}";
 
 /// Kinds of instructions, and their colours.
-const OPERATIONS: [(&str, &str); 8] = [
+const OPERATIONS: [(&str, &str); 9] = [
     ("forward", "#2f6fb2"),
     ("computed again", "#7fb2e5"),
     ("backward", "#12806a"),
+    ("gradients of weights", "#5fb39f"),
     ("weights gathered", "#8a5fb0"),
     ("gradients reduced", "#c2703d"),
     ("to and from stages", "#b0447c"),
@@ -227,17 +228,18 @@ const fn category(op: &Op) -> usize {
     match op {
         Op::Forward { again: false, .. } => 0,
         Op::Forward { again: true, .. } | Op::Restore { .. } => 1,
+        Op::Backward { part: Part::Weights, .. } => 3,
         Op::Backward { .. } => 2,
-        Op::AllGather { .. } => 3,
-        Op::ReduceScatter { .. } => 4,
-        Op::Send { .. } | Op::Recv { .. } => 5,
-        Op::Adam { .. } => 6,
+        Op::AllGather { .. } => 4,
+        Op::ReduceScatter { .. } => 5,
+        Op::Send { .. } | Op::Recv { .. } => 6,
+        Op::Adam { .. } => 7,
         Op::LoadBatch { .. }
         | Op::Zero { .. }
         | Op::Add { .. }
         | Op::Norm { .. }
         | Op::Scalars { .. }
-        | Op::Copy { .. } => 7,
+        | Op::Copy { .. } => 8,
     }
 }
 
@@ -249,6 +251,8 @@ fn short<'a>(op: &'a Op, spec: &'a ModelSpec) -> &'a str {
         | Op::Backward { unit, .. }
         | Op::ReduceScatter { unit, .. }
         | Op::AllGather { unit: Some(unit), .. }
+        | Op::Send { unit, .. }
+        | Op::Recv { unit, .. }
         | Op::Add { unit, .. }
         | Op::Copy { unit, .. } => &spec.units[unit.0 as usize].name,
         Op::Adam { parts, .. } if parts.len() == 1 => &spec.units[parts[0].unit.0 as usize].name,

@@ -10,13 +10,15 @@ use gpurun_types::{DType, Lane, Place};
 use super::tied;
 use crate::build::Builder;
 use crate::ir::{Group, Kind, NormPart, Op, Region};
-use crate::spec::UnitId;
+use crate::spec::{Micro, UnitId};
 use crate::steps::Step;
 
 /// The life of one whole gradient buffer.
 #[derive(Clone, Copy)]
 struct Life {
     unit: UnitId,
+    /// The micro-batch that it is of; 0 where one buffer is for the whole step.
+    micro: u32,
     first: usize,
     last: usize,
     /// Adds to the shard of earlier micro-batches.
@@ -25,24 +27,28 @@ struct Life {
 
 /// Gradient buffers of a training step.
 pub(crate) struct Gradients {
-    lives: Vec<Life>,
-    whole: BTreeMap<UnitId, Region>,
+    /// By the step that touches a buffer first, and by the one that touches it last.
+    starting: BTreeMap<usize, Vec<Life>>,
+    ending: BTreeMap<usize, Vec<Life>>,
+    /// With the gradients of weights computed apart, those of several micro-batches may be under way.
+    whole: BTreeMap<(u32, UnitId), Region>,
+    per_micro: bool,
     /// This rank's shard of each unit's summed gradient, once reduced.
     shards: BTreeMap<UnitId, Region>,
     /// Reductions that wait in the list behind the next backward, so that both buffers are alive together and the
     /// reduction can run beside that backward.
     pending: Vec<(Life, Region)>,
-    backwards: Vec<usize>,
 }
 
 impl Gradients {
     pub(crate) fn none() -> Self {
         Self {
-            lives: Vec::new(),
+            starting: BTreeMap::new(),
+            ending: BTreeMap::new(),
             whole: BTreeMap::new(),
+            per_micro: false,
             shards: BTreeMap::new(),
             pending: Vec::new(),
-            backwards: Vec::new(),
         }
     }
 
@@ -50,46 +56,46 @@ impl Gradients {
         // With shards, one buffer a micro-batch; without, one for the whole step.
         let per_micro = b.shards_grads();
         let mut lives: BTreeMap<(u32, UnitId), Life> = BTreeMap::new();
-        let mut backwards = Vec::new();
         for (index, step) in steps.iter().enumerate() {
-            let Step::Backward { unit, micro } = step else { continue };
-            backwards.push(index);
+            let Step::Backward { unit, micro, .. } = step else { continue };
             for unit in std::iter::once(*unit).chain(b.spec.units[unit.0 as usize].borrows.iter().copied()) {
-                let key = if per_micro { micro.0 } else { 0 };
-                let accumulate = per_micro && micro.0 > 0;
-                let life = lives.entry((key, unit)).or_insert(Life { unit, first: index, last: index, accumulate });
+                let micro = if per_micro { micro.0 } else { 0 };
+                let new = Life { unit, micro, first: index, last: index, accumulate: micro > 0 };
+                let life = lives.entry((micro, unit)).or_insert(new);
                 life.last = index;
             }
         }
-        Self { lives: lives.into_values().collect(), backwards, ..Self::none() }
+        let mut all = Self { per_micro, ..Self::none() };
+        for life in lives.into_values() {
+            all.starting.entry(life.first).or_default().push(life);
+            all.ending.entry(life.last).or_default().push(life);
+        }
+        all
     }
 
     /// Whole gradients of a backward: own, then borrowed.
-    pub(crate) fn of(&self, b: &Builder<'_>, unit: UnitId) -> Vec<Region> {
+    pub(crate) fn of(&self, b: &Builder<'_>, unit: UnitId, micro: Micro) -> Vec<Region> {
+        let micro = if self.per_micro { micro.0 } else { 0 };
         let touched = std::iter::once(unit).chain(b.spec.units[unit.0 as usize].borrows.iter().copied());
-        touched.map(|u| self.whole[&u]).collect()
+        touched.map(|u| self.whole[&(micro, u)]).collect()
     }
 
     /// Zeroed buffers for those that the step at `index` touches first.
     pub(crate) fn before(&mut self, b: &mut Builder<'_>, index: usize) {
-        let starting: Vec<Life> = self.lives.iter().filter(|l| l.first == index).copied().collect();
-        for life in starting {
+        for life in self.starting.remove(&index).unwrap_or_default() {
             let name = format!("{}/gradients", b.spec.units[life.unit.0 as usize].name);
             let elements = b.layout(life.unit).padded;
             let region = b.transient(name, Kind::Gradients, Place::Device, elements, DType::F32);
             b.emit(Lane::Compute, Op::Zero { dst: region });
-            self.whole.insert(life.unit, region);
+            self.whole.insert((life.micro, life.unit), region);
         }
     }
 
-    /// Reduces what the backward before this one finished.
+    /// After a backward: reduces what the one before it finished.
     pub(crate) fn after(&mut self, b: &mut Builder<'_>, index: usize) {
-        if !self.backwards.contains(&index) {
-            return;
-        }
         self.reduce_pending(b);
-        let done = self.lives.iter().filter(|l| l.last == index);
-        self.pending.extend(done.map(|l| (*l, self.whole[&l.unit])));
+        let done = self.ending.remove(&index).unwrap_or_default();
+        self.pending.extend(done.into_iter().map(|life| (life, self.whole[&(life.micro, life.unit)])));
     }
 
     fn reduce_pending(&mut self, b: &mut Builder<'_>) {
@@ -121,7 +127,7 @@ impl Gradients {
         self.reduce_pending(b);
         tied::add(b, &self.shards);
         let row = b.row();
-        let parts = b.stage.units.clone().map(UnitId).map(|unit| {
+        let parts = b.units.clone().into_iter().map(|unit| {
             let start = b.partials.start + b.row_index() * row + unit.0 as usize;
             NormPart { unit, src: self.shards[&unit], dst: Region { start, len: 1, ..b.partials } }
         });
@@ -137,7 +143,7 @@ impl Gradients {
         if b.shards_optim() || b.dp == 1 {
             return self.shards[&unit];
         }
-        let (src, dst) = (self.shards[&unit], self.whole[&unit]);
+        let (src, dst) = (self.shards[&unit], self.whole[&(0, unit)]);
         b.emit(Lane::Reduce, Op::AllGather { unit: Some(unit), group: Group::Data, src, dst });
         dst
     }

@@ -34,7 +34,9 @@ pub(crate) fn train(b: &mut Builder<'_>, steps: &[Step]) -> Lowered {
         gradients.before(b, index);
         passes.lower(b, index, *step, &gathers, &gradients);
         gathers.after(index);
-        gradients.after(b, index);
+        if matches!(step, Step::Backward { .. }) {
+            gradients.after(b, index);
+        }
     }
     gradients.finish(b);
     let homes = optimizer::lower(b, &gradients);

@@ -25,7 +25,7 @@ struct State {
 
 /// Emits the optimizer; returns where state lives.
 pub(crate) fn lower(b: &mut Builder<'_>, gradients: &Gradients) -> Vec<UnitHome> {
-    let states: Vec<State> = b.stage.units.clone().map(|u| state(b, UnitId(u))).collect();
+    let states: Vec<State> = b.units.clone().into_iter().map(|u| state(b, u)).collect();
     let host_scalars = host_scalars(b, &states);
     // Nothing of the group waits for one unit alone: then all that is on the device is one instruction.
     let together = b.dp == 1 || b.shards_params();
@@ -71,8 +71,7 @@ pub(crate) fn lower(b: &mut Builder<'_>, gradients: &Gradients) -> Vec<UnitHome>
 
 /// Units whose state is on the host: the last ones of the stage. Their new weights are needed last in the next forward.
 fn on_host_side(b: &Builder<'_>, unit: UnitId) -> bool {
-    let units = b.stage.units.len();
-    (unit.0 - b.stage.units.start) as usize >= units - b.options.units_on_host(units)
+    b.units[b.units.len() - b.options.units_on_host(b.units.len())..].contains(&unit)
 }
 
 fn state(b: &mut Builder<'_>, unit: UnitId) -> State {

@@ -8,7 +8,7 @@ use gpurun_types::{DType, Lane, Place};
 use super::gradients::Gradients;
 use super::weights::Gathers;
 use crate::build::Builder;
-use crate::ir::{Kind, Op, PassIo, Region};
+use crate::ir::{Kind, Op, Parcel, Part, PassIo, Region};
 use crate::spec::{Micro, NamedTensor, UnitId};
 use crate::steps::Step;
 
@@ -20,6 +20,7 @@ pub(crate) struct Passes {
     /// Gradient of each unit's outgoing edge.
     edge_grads: BTreeMap<(Micro, UnitId), Region>,
     saved: BTreeMap<(Micro, UnitId), Vec<Region>>,
+    deferred: BTreeMap<(Micro, UnitId), Vec<Region>>,
     evaluate: bool,
 }
 
@@ -30,6 +31,7 @@ impl Passes {
             edges: BTreeMap::new(),
             edge_grads: BTreeMap::new(),
             saved: BTreeMap::new(),
+            deferred: BTreeMap::new(),
             evaluate,
         }
     }
@@ -44,8 +46,8 @@ impl Passes {
     ) {
         match step {
             Step::Load(micro) => self.load(b, micro),
-            Step::Receive { micro, gradient } => self.receive(b, micro, gradient),
-            Step::Send { micro, gradient } => self.send(b, micro, gradient),
+            Step::Receive { unit, micro, gradient } => self.receive(b, unit, micro, gradient),
+            Step::Send { unit, micro, gradient } => self.send(b, unit, micro, gradient),
             Step::Forward { unit, micro, again, keep } => {
                 let weights = gathers.weights(b, index, unit);
                 self.forward(b, unit, micro, again, keep, weights);
@@ -54,10 +56,10 @@ impl Passes {
                 let weights = gathers.weights(b, index, unit);
                 self.restore(b, unit, micro, weights);
             }
-            Step::Backward { unit, micro } => {
+            Step::Backward { unit, micro, part } => {
                 let weights = gathers.weights(b, index, unit);
-                let grads = gradients.of(b, unit);
-                self.backward(b, unit, micro, weights, grads);
+                let grads = gradients.of(b, unit, micro);
+                self.backward(b, unit, micro, part, weights, grads);
             }
         }
     }
@@ -71,30 +73,28 @@ impl Passes {
         self.batch.insert(micro, batch);
     }
 
-    fn receive(&mut self, b: &mut Builder<'_>, micro: Micro, gradient: bool) {
-        let units = b.stage.units.clone();
-        let (unit, peer, what) = if gradient {
-            (UnitId(units.end - 1), b.stage.index + 1, "output gradient, received")
-        } else {
-            (UnitId(units.start - 1), b.stage.index - 1, "output, received")
-        };
+    fn receive(&mut self, b: &mut Builder<'_>, unit: UnitId, micro: Micro, gradient: bool) {
         let spec = &b.spec.units[unit.0 as usize];
+        let (from, parcel, what, edges) = match gradient {
+            false => (unit, Parcel::Edge, "output, received", &mut self.edges),
+            true => (UnitId(unit.0 + 1), Parcel::EdgeGradient, "output gradient, received", &mut self.edge_grads),
+        };
         let (name, elements) = (format!("{}/{what}", spec.name), spec.output);
         let dst = edge(b, &name, elements);
-        let edges = if gradient { &mut self.edge_grads } else { &mut self.edges };
         edges.insert((micro, unit), dst);
-        b.emit(Lane::Receive, Op::Recv { peer: b.peer(peer), micro, dst });
+        let peer = b.peer(b.stage_of(from));
+        b.emit(Lane::Receive, Op::Recv { peer, parcel, unit, micro, dst });
     }
 
-    fn send(&mut self, b: &mut Builder<'_>, micro: Micro, gradient: bool) {
-        let units = b.stage.units.clone();
-        let (src, peer) = if gradient {
-            let src = self.edge_grads.remove(&(micro, UnitId(units.start - 1)));
-            (src.expect("the backward of the first unit came before"), b.stage.index - 1)
+    fn send(&mut self, b: &mut Builder<'_>, unit: UnitId, micro: Micro, gradient: bool) {
+        let (src, to, parcel) = if gradient {
+            let src = self.edge_grads.remove(&(micro, unit));
+            (src.expect("the backward of the unit behind it came before"), unit, Parcel::EdgeGradient)
         } else {
-            (self.edges[&(micro, UnitId(units.end - 1))], b.stage.index + 1)
+            (self.edges[&(micro, unit)], UnitId(unit.0 + 1), Parcel::Edge)
         };
-        b.emit(Lane::Send, Op::Send { peer: b.peer(peer), micro, src });
+        let peer = b.peer(b.stage_of(to));
+        b.emit(Lane::Send, Op::Send { peer, parcel, unit, micro, src });
     }
 
     fn forward(
@@ -128,6 +128,7 @@ impl Passes {
             dx: None,
             saved,
             scratch,
+            deferred: Vec::new(),
             batch: self.batch[&micro],
             loss: loss_unit.then(|| self.loss(b, micro)),
             scalars: loss_unit.then_some(b.scalars),
@@ -154,6 +155,7 @@ impl Passes {
             dx: None,
             saved,
             scratch: tensors(b, &name, &scratch_tensors, Kind::Workspace),
+            deferred: Vec::new(),
             batch: self.batch[&micro],
             loss: None,
             scalars: None,
@@ -161,23 +163,44 @@ impl Passes {
         b.emit(Lane::Compute, Op::Restore { unit, micro, filled, io });
     }
 
-    fn backward(&mut self, b: &mut Builder<'_>, unit: UnitId, micro: Micro, weights: Vec<Region>, grads: Vec<Region>) {
-        let spec = &b.spec.units[unit.0 as usize];
-        let (input, scratch_tensors) = (spec.input, spec.scratch.clone());
+    fn backward(
+        &mut self,
+        b: &mut Builder<'_>,
+        unit: UnitId,
+        micro: Micro,
+        part: Part,
+        weights: Vec<Region>,
+        grads: Vec<Region>,
+    ) {
+        let (spec, key) = (&b.spec.units[unit.0 as usize], (micro, unit));
+        let (input, scratch_tensors, deferred_tensors) = (spec.input, spec.scratch.clone(), spec.deferred.clone());
         let (name, loss_unit) = (spec.name.clone(), spec.output == 0);
-        let dx = (input > 0).then(|| edge(b, &format!("{name}/input gradient"), input));
-        // The loss unit had no forward, and keeps nothing (see `build::check`).
-        let saved = self.saved.remove(&(micro, unit)).unwrap_or_default();
+        let dx = (input > 0 && part != Part::Weights).then(|| edge(b, &format!("{name}/input gradient"), input));
+        // The loss unit had no forward, and keeps nothing (see `build::check`). The first part leaves all for the second.
+        let (saved, dy) = match part {
+            Part::Input => (self.saved.get(&key).cloned(), self.edge_grads.get(&key).copied()),
+            Part::Whole | Part::Weights => (self.saved.remove(&key), self.edge_grads.remove(&key)),
+        };
+        let deferred = match part {
+            Part::Whole => Vec::new(),
+            Part::Input => {
+                let left = tensors(b, &name, &deferred_tensors, Kind::Activations);
+                self.deferred.insert(key, left.clone());
+                left
+            }
+            Part::Weights => self.deferred.remove(&key).expect("the first part came before"),
+        };
         let scratch = tensors(b, &name, &scratch_tensors, Kind::Workspace);
         let io = PassIo {
             weights,
             grads,
             x: self.input(micro, unit),
             y: None,
-            dy: self.edge_grads.remove(&(micro, unit)),
+            dy,
             dx,
-            saved,
+            saved: saved.unwrap_or_default(),
             scratch,
+            deferred,
             batch: self.batch[&micro],
             loss: loss_unit.then(|| self.loss(b, micro)),
             scalars: loss_unit.then_some(b.scalars),
@@ -185,7 +208,7 @@ impl Passes {
         if let (Some(dx), Some(before)) = (dx, unit.0.checked_sub(1)) {
             self.edge_grads.insert((micro, UnitId(before)), dx);
         }
-        b.emit(Lane::Compute, Op::Backward { unit, micro, io });
+        b.emit(Lane::Compute, Op::Backward { unit, micro, part, io });
     }
 
     fn input(&self, micro: Micro, unit: UnitId) -> Option<Region> {

@@ -8,14 +8,17 @@ use std::collections::BTreeMap;
 use gpurun_types::{Lane, Place};
 
 use crate::build::Builder;
-use crate::ir::{Group, Kind, Op, Region, ReplicaHome};
+use crate::ir::{Group, Kind, Op, Parcel, Region, ReplicaHome};
 use crate::spec::{Micro, UnitId};
 
 /// Summed gradients of replicas go to the owner.
 pub(crate) fn add(b: &mut Builder<'_>, shards: &BTreeMap<UnitId, Region>) {
     for unit in b.borrowed_elsewhere() {
         let peer = b.peer(b.stage_of(unit));
-        b.emit(Lane::Send, Op::Send { peer, micro: last(b), src: shards[&unit] });
+        b.emit(
+            Lane::Send,
+            Op::Send { peer, parcel: Parcel::ReplicaGradient, unit, micro: last(b), src: shards[&unit] },
+        );
     }
     for (unit, stage) in b.lent() {
         let own = shards[&unit];
@@ -23,7 +26,7 @@ pub(crate) fn add(b: &mut Builder<'_>, shards: &BTreeMap<UnitId, Region>) {
         let dtype = b.buffers[own.buffer.0 as usize].dtype;
         let received = b.transient(name, Kind::Gradients, Place::Device, own.len, dtype);
         let peer = b.peer(stage);
-        b.emit(Lane::Receive, Op::Recv { peer, micro: last(b), dst: received });
+        b.emit(Lane::Receive, Op::Recv { peer, parcel: Parcel::ReplicaGradient, unit, micro: last(b), dst: received });
         b.emit(Lane::Compute, Op::Add { unit, src: received, dst: own });
     }
 }
@@ -32,13 +35,13 @@ pub(crate) fn add(b: &mut Builder<'_>, shards: &BTreeMap<UnitId, Region>) {
 pub(crate) fn renew(b: &mut Builder<'_>) -> Vec<ReplicaHome> {
     for (unit, stage) in b.lent() {
         let (src, peer) = (b.own_weight(unit), b.peer(stage));
-        b.emit(Lane::Send, Op::Send { peer, micro: last(b), src });
+        b.emit(Lane::Send, Op::Send { peer, parcel: Parcel::ReplicaWeights, unit, micro: last(b), src });
     }
     let mut homes = Vec::new();
     for unit in b.borrowed_elsewhere() {
         let (dst, whole) = (b.own_weight(unit), b.weights[unit.0 as usize]);
         let peer = b.peer(b.stage_of(unit));
-        b.emit(Lane::Receive, Op::Recv { peer, micro: last(b), dst });
+        b.emit(Lane::Receive, Op::Recv { peer, parcel: Parcel::ReplicaWeights, unit, micro: last(b), dst });
         if b.shards_optim() && !b.shards_params() {
             b.emit(Lane::Gather, Op::AllGather { unit: Some(unit), group: Group::Data, src: dst, dst: whole });
         }

@@ -25,6 +25,9 @@ pub fn chain(params: &[usize], tied: bool, dtype: DType) -> ModelSpec {
             scratch: vec![tensor(if i == last { "logits" } else { "scratch" }, 320)],
             forward_flops: 1e6,
             restore_flops: if i == 0 || i == last { 0.0 } else { 3e5 },
+            splits: i > 0 && i < last,
+            deferred: if i == 0 || i == last { vec![] } else { vec![tensor("left", 700 + 8 * i)] },
+            weights_flops: if i == 0 || i == last { 0.0 } else { 1e6 },
         })
         .collect();
     ModelSpec { units, tokens: 80 }
@@ -41,6 +44,7 @@ pub fn options(dp: u32, stage: u8, micro_batches: u32) -> PlanOptions {
         offload_fraction: 1.0,
         recompute: Recompute::None,
         schedule: Schedule::OneFOneB,
+        split: None,
     }
 }
 
