@@ -73,7 +73,10 @@ fn data_that_is_wrong() {
     shard.resize(1024, 0);
     shard.extend([9u16; 600].iter().flat_map(|t| t.to_le_bytes()));
     shard[1024 + 2 * 77..][..2].copy_from_slice(&999u16.to_le_bytes());
-    says(&["--data", &room.file("ids.bin", shard)], &["token 999", "position 78", "vocabulary of 257"]);
+    says(
+        &["--data", &room.file("ids.bin", shard)],
+        &["ids.bin, byte 1178 (token 77)", "token 999", "vocabulary of 257"],
+    );
 }
 
 #[test]

@@ -4,8 +4,7 @@ use std::path::PathBuf;
 
 use crate::order::Permutation;
 use crate::shard::{Tokens, cached, in_memory};
-use crate::source;
-use crate::{DataError, Tokenizer, TokenizerChoice};
+use crate::{DataError, Tokenizer, TokenizerChoice, locate, source};
 
 /// Where data comes from and how it is cut.
 pub struct DataConfig {
@@ -67,7 +66,8 @@ impl Dataset {
             Some(documents) => in_memory(documents, &tokenizer)?,
             None => stream(config, &config.paths, &tokenizer, progress)?,
         };
-        check(&train, config, &tokenizer, "the training data")?;
+        let paths: &[PathBuf] = if config.embedded.is_some() { &[] } else { &config.paths };
+        check(&train, paths, config, &tokenizer, "the training data")?;
         let all = windows(&train, config.seq_len);
         let (mut eval, mut held_out) = (None, 0);
         if config.eval_paths.is_empty() {
@@ -76,7 +76,7 @@ impl Dataset {
             }
         } else {
             let tokens = stream(config, &config.eval_paths, &tokenizer, progress)?;
-            check(&tokens, config, &tokenizer, "the evaluation data")?;
+            check(&tokens, &config.eval_paths, config, &tokenizer, "the evaluation data")?;
             held_out = windows(&tokens, config.seq_len);
             eval = Some(tokens);
         }
@@ -176,13 +176,21 @@ const fn windows(tokens: &Tokens, seq_len: usize) -> u64 {
     tokens.len().saturating_sub(1) / seq_len as u64
 }
 
-fn check(tokens: &Tokens, config: &DataConfig, tokenizer: &Tokenizer, what: &'static str) -> Result<(), DataError> {
+/// What `tokens` was made of: `paths`, or the documents inside the executable.
+fn check(
+    tokens: &Tokens,
+    paths: &[PathBuf],
+    config: &DataConfig,
+    tokenizer: &Tokenizer,
+    what: &'static str,
+) -> Result<(), DataError> {
     if tokens.highest() as usize >= config.vocabulary
         && let Some((position, token)) = tokens.first_outside(config.vocabulary)
     {
-        let by = tokenizer.path().map_or_else(String::new, |p| format!(" (tokenizer {})", p.display()));
-        let place = format!("{what}{by}");
-        return Err(DataError::Vocabulary { place, position, token, vocabulary: config.vocabulary });
+        locate::first_outside(&source::list(paths)?, tokenizer, config.vocabulary)?;
+        // Only documents in memory have no file to name.
+        let place = format!("{what}, token {position}");
+        return Err(DataError::Vocabulary { place, token, vocabulary: config.vocabulary });
     }
     if windows(tokens, config.seq_len) == 0 {
         return Err(DataError::TooShort { what, tokens: tokens.len(), seq_len: config.seq_len });

@@ -72,13 +72,11 @@ pub enum DataError {
     },
     /// A token that the model has no row for.
     #[error(
-        "token {token} at position {position} of {place} is not below the model's vocabulary of {vocabulary}; use a model with a larger vocabulary, or the tokenizer that it was made for"
+        "{place}: token {token} is not below the model's vocabulary of {vocabulary}; use a model with a larger vocabulary, or the tokenizer that it was made for"
     )]
     Vocabulary {
-        /// Where.
+        /// File and offset or line.
         place: String,
-        /// Token number in it.
-        position: u64,
         /// The token id.
         token: u32,
         /// Rows of the model's table.

@@ -5,6 +5,7 @@
 
 mod dataset;
 mod error;
+mod locate;
 mod order;
 mod shard;
 mod source;

@@ -92,6 +92,17 @@ impl Tokenizer {
         }
     }
 
+    /// Byte of a text at which its token number `index` begins.
+    pub(crate) fn offset_of(&self, text: &str, index: usize) -> Option<usize> {
+        match &self.0 {
+            Kind::Bytes => Some(index),
+            Kind::File { inner, .. } => {
+                let encoding = catch_unwind(AssertUnwindSafe(|| inner.encode(text, false))).ok()?.ok()?;
+                encoding.get_offsets().get(index).map(|(start, _)| *start)
+            }
+        }
+    }
+
     /// The text of token ids; parts that are no whole letter become U+FFFD, end-of-text and other special tokens vanish.
     #[must_use]
     pub fn decode(&self, tokens: &[u32]) -> String {

@@ -126,7 +126,7 @@ fn token_shards_are_read_and_checked() {
     assert_eq!(s, [0, 0, 0, 3, 3], "documents are found by GPT-2's own end-of-text");
     assert!(!data.speaks_tokenizer(), "the byte tokenizer did not make these");
     let message = refused(&DataConfig { vocabulary: 50256, ..config });
-    assert!(message.contains("token 50256 at position 0") && message.contains("50256"), "{message}");
+    assert!(message.contains("x.bin, byte 1024 (token 0): token 50256 is not below"), "{message}");
     for (header, tokens, want) in [
         ([1, 1, 6], 6, "its first number is 1"),
         ([20_240_520, 2, 6], 6, "its version is 2"),
@@ -177,7 +177,41 @@ fn what_is_not_there_or_too_short_is_said() {
         "the training data has 4 tokens, and a sequence of 4 needs 5; give more data or a smaller --seq-len"
     );
     let message = refused(&DataConfig { seq_len: 2, vocabulary: 98, ..room.config(&[text]) });
-    assert!(message.contains("token 256 at position 0 of the training data"), "{message}");
+    assert!(message.contains("a.txt, byte 0: token 256 is not below"), "{message}");
+}
+
+#[test]
+fn a_token_that_the_model_has_no_row_for_is_named_with_file_and_offset() {
+    let _limit = testkit::time_limit(20);
+    let room = Room::new();
+    let says = |file: PathBuf, vocabulary: usize, tokenizer: &TokenizerChoice, want: &str| {
+        let good = room.file("0-good.txt", "aaaaaaaaaaaaaaaa");
+        let tokenizer = tokenizer.clone();
+        // The second file of two, in the training data and in the evaluation data.
+        let paths = vec![good.clone(), file];
+        let train = DataConfig { vocabulary, tokenizer, ..room.config(&paths) };
+        let message = refused(&train);
+        assert!(message.contains(want), "{message} should contain {want}");
+        let eval = DataConfig { paths: vec![good], eval_paths: paths, ..train };
+        let message = refused(&eval);
+        assert!(message.contains(want), "{message} should contain {want}");
+    };
+    let shard_of = |tokens: &[u16]| shard([20_240_520, 1, tokens.len() as i32], tokens);
+    let bytes = TokenizerChoice::Bytes;
+    let whole = [256, 10, 256, 11, 300, 12];
+    says(room.file("whole.bin", shard_of(&whole)), 257, &bytes, "whole.bin, byte 1032 (token 4): token 300");
+    let part = [9, 10, 256, 11, 300, 12];
+    says(room.file("part.bin", shard_of(&part)), 257, &bytes, "part.bin, byte 1032 (token 4): token 300");
+    // Beyond the stretch that is read at a time.
+    let mut long = vec![256; 700_000];
+    long[650_001] = 999;
+    let want = format!("long.bin, byte {} (token 650001): token 999", 1024 + 2 * 650_001);
+    says(room.file("long.bin", shard_of(&long)), 257, &bytes, &want);
+
+    let bpe = TokenizerChoice::File(room.file("tokenizer.json", BPE.replace("\"abc\":4", "\"abc\":9")));
+    says(room.file("b.txt", "a b cab abc a"), 7, &bpe, "b.txt, byte 8 (tokenizer");
+    let lines = "{\"text\": \"ab\"}\n\n{\"text\": \"a abc\"}\n";
+    says(room.file("c.jsonl", lines), 7, &bpe, "c.jsonl:3 (tokenizer");
 }
 
 const BPE: &str = r#"{"version":"1.0","truncation":null,"padding":null,
