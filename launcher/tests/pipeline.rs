@@ -111,7 +111,11 @@ fn stages_that_cannot_be_are_refused_with_both_settings() {
         ("2", &["--pp-schedule", "gpipe"], ["--pp-schedule", "--pp STAGES"]),
         ("2", &["--pp-split", "4,4"], ["--pp-split", "--pp STAGES"]),
         ("2", &["--pp", "2", "--pp-chunks", "2"], ["--pp-chunks", "--pp-schedule interleaved"]),
-        ("2", &["--pp", "2", "--pp-split", "3,4"], ["pp-split: the numbers sum to 7", "6 layers, or 8 units"]),
+        (
+            "2",
+            &["--pp", "2", "--pp-split", "3,4"],
+            ["pp-split 3,4 and a model of 8 units", "the numbers sum to 7; the model has 6 layers"],
+        ),
         (
             "4",
             &["--pp", "4", "--pp-schedule", "interleaved", "--pp-chunks", "3"],

@@ -52,26 +52,30 @@ impl Placement {
 
 /// Numbers of units for each chunk, or of layers: units without the first and the last.
 fn as_given(given: &[u32], chunks: u32, units: u32) -> Result<Vec<Range<u32>>, PlanError> {
-    let wrong = |problem: String| Err(PlanError::Setting { setting: "pp-split", problem });
+    let numbers = given.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
+    let wrong = |second: String, problem: String| {
+        Err(PlanError::Together { first: format!("pp-split {numbers}"), second, problem })
+    };
     if given.len() != chunks as usize {
-        return wrong(format!(
-            "{} numbers for {chunks} chunks of layers; give one for each, in their order",
-            given.len()
-        ));
+        let problem = format!("{} numbers; give one for each, in their order", given.len());
+        return wrong(format!("{chunks} chunks of layers"), problem);
     }
     let sum: u64 = given.iter().map(|n| u64::from(*n)).sum();
     let layers = u64::from(units) - 2;
+    let model = || format!("a model of {units} units");
     let mut counts = given.to_vec();
     if sum == layers {
         counts[0] += 1;
         counts[given.len() - 1] += 1;
     } else if sum != u64::from(units) {
-        return wrong(format!(
+        let problem = format!(
             "the numbers sum to {sum}; the model has {layers} layers, or {units} units with embedding and head"
-        ));
+        );
+        return wrong(model(), problem);
     }
     if let Some(empty) = counts.iter().position(|n| *n == 0) {
-        return wrong(format!("chunk {empty} gets nothing; each needs a layer, the first embedding or the head"));
+        let problem = format!("chunk {empty} gets nothing; each needs a layer, the first embedding or the head");
+        return wrong(model(), problem);
     }
     let mut from = 0;
     let range = |n: u32| {

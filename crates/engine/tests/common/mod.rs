@@ -7,7 +7,7 @@ use std::sync::Arc;
 use gpurun_comm::{Fabric, FabricOptions};
 use gpurun_device::{Backend, CpuBackend, LossScaling};
 use gpurun_engine::{
-    AdamOptions, HostBatch, HostNetwork, Session, SessionOptions, State, StepInputs, StepOutcome, Watcher,
+    AdamOptions, HostBatch, HostNetwork, Network, Session, SessionOptions, State, StepInputs, StepOutcome, Watcher,
 };
 use gpurun_model::{BatchShape, Model, ModelConfig};
 use gpurun_plan::{Mesh, OffloadVia, PlanOptions, Policy, Recompute, Schedule};
@@ -116,7 +116,8 @@ impl Case {
         }
     }
 
-    fn options(&self) -> SessionOptions {
+    /// What a session of it is built from.
+    pub fn options(&self) -> SessionOptions {
         let place = if self.offload.is_some() { Place::Host } else { Place::Device };
         SessionOptions {
             plan: PlanOptions {
@@ -154,6 +155,12 @@ impl Case {
 
     /// Trains on threads and gathers the state of all ranks.
     pub fn run(&self) -> Outcome {
+        self.run_over(|_, network| Box::new(network))
+    }
+
+    /// As [`Case::run`], each rank over what `wrap` makes of its network.
+    pub fn run_over(&self, wrap: impl Fn(Rank, HostNetwork) -> Box<dyn Network> + Sync) -> Outcome {
+        let wrap = &wrap;
         let world = self.ranks * self.pp;
         let fabrics: Vec<Option<Arc<Fabric>>> = if world == 1 {
             vec![None]
@@ -164,7 +171,7 @@ impl Case {
             let handles: Vec<_> = fabrics
                 .into_iter()
                 .enumerate()
-                .map(|(rank, fabric)| scope.spawn(move || self.run_rank(rank as u32, fabric)))
+                .map(|(rank, fabric)| scope.spawn(move || self.run_rank(rank as u32, fabric, wrap)))
                 .collect();
             handles.into_iter().map(|h| h.join().expect("a rank does not panic")).collect()
         });
@@ -186,12 +193,17 @@ impl Case {
         whole
     }
 
-    fn run_rank(&self, rank: u32, fabric: Option<Arc<Fabric>>) -> Outcome {
+    fn run_rank(
+        &self,
+        rank: u32,
+        fabric: Option<Arc<Fabric>>,
+        wrap: &(impl Fn(Rank, HostNetwork) -> Box<dyn Network> + Sync),
+    ) -> Outcome {
         let backend: Arc<dyn Backend> = Arc::new(CpuBackend::new(1).expect("a CPU backend"));
         let model: Arc<Model> = Arc::new(self.model.build().expect("a valid model"));
-        let network = HostNetwork { fabric, backend: backend.clone() };
+        let network = wrap(Rank(rank), HostNetwork { fabric, backend: backend.clone() });
         let session =
-            Session::new(backend, model, &network, Rank(rank), self.options()).expect("a session can be made");
+            Session::new(backend, model, network.as_ref(), Rank(rank), self.options()).expect("a session can be made");
         session.initialise(17).expect("weights can be set");
         let mut out =
             Outcome { losses: vec![], norms: vec![], skipped: vec![], loss_scales: vec![], state: BTreeMap::new() };
