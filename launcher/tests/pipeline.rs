@@ -83,17 +83,27 @@ fn checkpoints_move_between_numbers_of_stages() {
     let out = room.at("out");
     // The rate is constant, so that a run may be cut anywhere.
     let fixed = ["--schedule", "constant", "--warmup", "1"];
-    let (_, whole) = room.finished("1", "whole", &[&fixed[..], &["--steps", "12"]].concat());
+    let (_, whole) = room.finished("1", "whole", &[&fixed[..], &["--steps", "24"]].concat());
+    let chunks = ["--pp-schedule", "interleaved", "--pp-chunks", "2"];
     let mut moved = Vec::new();
-    for (steps, nproc, pp) in [("3", "1", "1"), ("6", "2", "2"), ("9", "4", "4"), ("12", "1", "1")] {
-        let words = ["--steps", steps, "--pp", pp, "--out", &out, "--resume", "auto"];
-        let (said, numbers) = room.finished(nproc, "moved", &[&fixed[..], &words].concat());
+    for (steps, stages, more) in [
+        ("3", "1", &[][..]),
+        ("6", "2", &[]),
+        ("9", "4", &[]),
+        ("12", "1", &[]),
+        ("15", "2", &chunks),
+        ("18", "4", &[]),
+        ("21", "2", &chunks),
+        ("24", "1", &[]),
+    ] {
+        let words = ["--steps", steps, "--pp", stages, "--out", &out, "--resume", "auto"];
+        let (said, numbers) = room.finished(stages, "moved", &[&fixed[..], &words, more].concat());
         assert!(steps == "3" || said.contains("resuming after step "), "{said}");
         moved = numbers;
     }
     let training = |all: &[[String; 3]]| all.iter().map(|n| n[..2].to_vec()).collect::<Vec<_>>();
     assert_eq!(training(&moved), training(&whole));
-    assert_eq!(moved[11], whole[11], "the held-out loss too");
+    assert_eq!(moved[23], whole[23], "the held-out loss too");
     // One process without a pipeline reads what four stages wrote.
     let mut sampled = gpurun(&["sample", "--checkpoint", &out, "--tokens", "5"]);
     sampled.args(["--threads", "1"]);
