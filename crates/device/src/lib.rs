@@ -11,7 +11,9 @@ mod adam;
 mod backend;
 mod cpu;
 mod cuda;
+mod nvml;
 mod ops;
+mod peak;
 mod probe;
 #[cfg(feature = "suite")]
 pub mod suite;
@@ -23,5 +25,7 @@ pub use cuda::{
     NCCL_PATH_VARIABLE, PeerLink, check_host_link, check_peer_link, compile_kernels, cuda_device_ids, cuda_gpus,
     cuda_libraries, cudnn_library, nccl_library,
 };
+pub use nvml::{GpuMonitor, GpuProcess};
 pub use ops::*;
+pub use peak::{Peak, peak};
 pub use probe::{HostRates, host_rates};

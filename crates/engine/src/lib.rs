@@ -18,7 +18,7 @@ pub use describe::model_spec;
 pub use error::{At, EngineError};
 pub use inference::Inference;
 pub use interpreter::{AdamOptions, HostBatch, StepInputs, Watcher};
-pub use metrics::{MetricsFile, StepMetrics};
+pub use metrics::{HighWater, MetricsFile, StepMetrics};
 pub use network::{HostNetwork, Links, Network};
 pub use sample::Sampler;
 pub use session::{Session, SessionOptions, State, StepOutcome, Stretch};

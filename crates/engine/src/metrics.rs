@@ -5,9 +5,27 @@ use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 
+use gpurun_types::Bytes;
 use serde::Serialize;
 
 use crate::error::EngineError;
+
+/// The most memory that this rank's process has had at any time, as the system counts it; `None` where it does not.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct HighWater {
+    /// Of the device, context and libraries included; on the CPU that of the whole process.
+    pub device: Option<Bytes>,
+    /// Of the host.
+    pub host: Option<Bytes>,
+}
+
+impl HighWater {
+    /// The higher of both in each.
+    #[must_use]
+    pub fn max(self, other: Self) -> Self {
+        Self { device: self.device.max(other.device), host: self.host.max(other.host) }
+    }
+}
 
 /// What one step did.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -30,6 +48,10 @@ pub struct StepMetrics {
     pub device_peak_bytes: u64,
     /// Planned host arena of this rank, in bytes.
     pub host_peak_bytes: u64,
+    /// Most device memory that this rank has taken so far, context and libraries included; on the CPU all of its process.
+    pub device_used_bytes: Option<u64>,
+    /// Most host memory that this rank's process has taken so far.
+    pub host_used_bytes: Option<u64>,
     /// Wall-clock seconds of this step.
     pub step_seconds: f64,
     /// Loss scale that the step used.

@@ -5,17 +5,22 @@ use std::time::Instant;
 
 use gpurun_data::Dataset;
 use gpurun_device::ScalarSlot;
+use gpurun_types::Bytes;
 
 use crate::checkpoint::{self, Position, Provenance};
 use crate::control::Control;
 use crate::error::EngineError;
 use crate::interpreter::{HostBatch, StepInputs, Watcher};
-use crate::metrics::{MetricsFile, StepMetrics};
+use crate::metrics::{HighWater, MetricsFile, StepMetrics};
 use crate::session::{Session, StepOutcome};
 
 /// Steps in a row with gradients that are not finite after which a run is given up. Dynamic loss scaling needs about
 /// 16 to come down from its largest scale.
 const MAX_SKIPPED_IN_A_ROW: u32 = 40;
+
+/// First steps of a run after each of which memory in use is looked at, and how often it is later.
+const LOOKED_AT: u64 = 3;
+const LOOK_EVERY: u64 = 100;
 
 /// What the loop is in, for progress and for who hangs where.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,6 +69,8 @@ pub struct TrainSettings {
     pub metrics: Option<PathBuf>,
     /// FLOP/s of all devices, for MFU.
     pub peak_flops: Option<f64>,
+    /// What this rank's process holds now, as the system counts it.
+    pub memory_in_use: Box<dyn Fn() -> HighWater + Send + Sync>,
     /// Written into checkpoints.
     pub provenance: Provenance,
 }
@@ -83,6 +90,12 @@ pub struct Summary {
     pub tokens: u64,
     /// Wall-clock seconds of this run's steps.
     pub seconds: f64,
+    /// Model FLOPs over the devices' peak; `None` where the peak is unknown.
+    pub mfu: Option<f64>,
+    /// Planned device and host arenas of this rank.
+    pub planned: (Bytes, Bytes),
+    /// Most memory that this rank has taken.
+    pub used: HighWater,
     /// Steps skipped by loss scaling since the start of training.
     pub skipped: u32,
     /// True when asked to stop before the last step.
@@ -119,6 +132,9 @@ impl Trainer<'_> {
             eval_loss: None,
             tokens: 0,
             seconds: 0.0,
+            mfu: None,
+            planned: self.session.planned_bytes(),
+            used: HighWater::default(),
             skipped: self.session.scalars()?[ScalarSlot::SkippedSteps as usize] as u32,
             stopped: false,
             checkpoint: None,
@@ -166,8 +182,16 @@ impl Trainer<'_> {
         summary.tokens += tokens;
         summary.seconds += seconds;
         summary.skipped = outcome.skipped_in_all;
-        let flops = self.session.step_flops_per_token() * tokens as f64;
-        let (device, host) = self.session.planned_bytes();
+        let mfu = |tokens: u64, seconds: f64| {
+            let flops = self.session.step_flops_per_token() * tokens as f64;
+            self.settings.peak_flops.map(|peak| flops / seconds / peak)
+        };
+        summary.mfu = mfu(summary.tokens, summary.seconds);
+        // Nothing large is allocated after the first steps, so a look now and then is enough.
+        if summary.tokens <= LOOKED_AT * tokens || last || step.is_multiple_of(LOOK_EVERY) {
+            summary.used = summary.used.max((self.settings.memory_in_use)());
+        }
+        let ((device, host), used) = (summary.planned, summary.used);
         Ok(StepMetrics {
             step,
             loss,
@@ -175,9 +199,11 @@ impl Trainer<'_> {
             lr,
             tokens: step * tokens,
             tokens_per_second: tokens as f64 / seconds,
-            mfu: self.settings.peak_flops.map(|peak| flops / seconds / peak),
+            mfu: mfu(tokens, seconds),
             device_peak_bytes: device.0,
             host_peak_bytes: host.0,
+            device_used_bytes: used.device.map(|b| b.0),
+            host_used_bytes: used.host.map(|b| b.0),
             step_seconds: seconds,
             loss_scale: outcome.loss_scale,
             skipped: outcome.skipped,

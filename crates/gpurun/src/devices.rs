@@ -3,9 +3,13 @@
 use std::sync::Arc;
 
 use gpurun_comm::{Board, CommError, Communicator, Fabric, Nccl, NcclOptions, StagedCommunicator, prepare_nccl};
-use gpurun_device::{Backend, CpuBackend, CudaBackend, DeviceError, cuda_device_ids, nccl_library};
-use gpurun_engine::{EngineError, HostNetwork, Network};
-use gpurun_types::{Lane, Rank};
+use gpurun_device::{
+    Backend, CpuBackend, CudaBackend, DeviceError, GpuMonitor, Peak, cuda_device_ids, nccl_library, peak,
+};
+use gpurun_engine::{EngineError, HighWater, HostNetwork, Network};
+use gpurun_types::{Bytes, DType, Lane, Rank};
+
+use crate::host::process_high_water;
 
 use crate::options::{Device, TrainOptions};
 use crate::train::{RankPlace, TrainError};
@@ -14,6 +18,8 @@ use crate::train::{RankPlace, TrainError};
 pub(crate) struct Devices<'a> {
     /// What this rank computes on.
     pub backend: Arc<dyn Backend>,
+    /// The memory of the GPU, where this rank alone uses it and it can be looked at.
+    gpu: Option<Arc<Gpu>>,
     transport: Transport<'a>,
 }
 
@@ -25,9 +31,31 @@ enum Transport<'a> {
     Nccl(Box<Nccl>, Arc<Fabric>, &'a dyn Board),
 }
 
+/// Memory of a GPU that this rank alone uses.
+struct Gpu {
+    monitor: GpuMonitor,
+    /// What was in use before this process took any.
+    before: Bytes,
+}
+
+impl Gpu {
+    /// Looks at a GPU before anything is done with it; `None` where there is no way to look.
+    fn watch(id: [u8; 16]) -> Option<Self> {
+        let monitor = GpuMonitor::open(id)?;
+        let before = monitor.used()?;
+        Some(Self { monitor, before })
+    }
+
+    /// Device memory that has come into use since.
+    fn used(&self) -> Option<Bytes> {
+        Some(Bytes(self.monitor.used()?.0.saturating_sub(self.before.0)))
+    }
+}
+
 /// The GPU of a rank.
 struct Choice {
     index: u32,
+    id: [u8; 16],
     /// Ranks on this GPU.
     sharers: u32,
 }
@@ -46,20 +74,21 @@ pub(crate) fn open<'a>(
         if options.device == Device::Auto {
             note(&format!("training on {}", cpu.name()));
         }
-        return Ok(Devices { backend: Arc::new(cpu), transport: Transport::Host(place.fabric.clone()) });
+        return Ok(Devices::cpu(cpu, Transport::Host(place.fabric.clone())));
     };
+    let gpu = Gpu::watch(choice.id).filter(|_| choice.sharers == 1).map(Arc::new);
     let cuda = match (CudaBackend::new(choice.index, threads), options.device) {
         (Ok(cuda), _) => cuda,
         // A driver without the other libraries: said once, so that nobody waits for a GPU that is not used.
         (Err(DeviceError::Missing(reason)), Device::Auto) if place.world == 1 => {
             note(&format!("training on the CPU: {reason}"));
             let cpu = CpuBackend::new(threads).map_err(failed)?;
-            return Ok(Devices { backend: Arc::new(cpu), transport: Transport::Host(None) });
+            return Ok(Devices::cpu(cpu, Transport::Host(None)));
         }
         (Err(error), _) => return Err(TrainError::Device(format!("--device cuda: {error}"))),
     };
     let transport = transport(place, choice.sharers, &cuda, note)?;
-    Ok(Devices { backend: Arc::new(cuda), transport })
+    Ok(Devices { backend: Arc::new(cuda), gpu, transport })
 }
 
 /// The GPU of this rank; `None` where `--device auto` finds that not every rank can have one.
@@ -97,7 +126,8 @@ fn choose(options: &TrainOptions, place: &RankPlace<'_>, note: &dyn Fn(&str)) ->
         note(&format!("not on the GPU: {what}"));
         return Ok(None);
     }
-    Ok(Some(Choice { index: index as u32, sharers: sharers.max(1) }))
+    let id = found.expect("this rank has told its GPU")[index];
+    Ok(Some(Choice { index: index as u32, id, sharers: sharers.max(1) }))
 }
 
 /// Rank 0 says which way the ranks talk, so that all go the same one.
@@ -137,7 +167,25 @@ fn transport<'a>(
     }
 }
 
-impl Devices<'_> {
+impl<'a> Devices<'a> {
+    fn cpu(backend: CpuBackend, transport: Transport<'a>) -> Self {
+        Self { backend: Arc::new(backend), gpu: None, transport }
+    }
+
+    /// The highest rate of this rank's device, where its maker states one.
+    pub fn peak(&self, dtype: DType) -> Option<Peak> {
+        peak(&self.backend.name(), dtype)
+    }
+
+    /// What this process holds when it is asked.
+    pub fn memory_in_use(&self) -> Box<dyn Fn() -> HighWater + Send + Sync> {
+        let (gpu, on_cpu) = (self.gpu.clone(), self.on_cpu());
+        Box::new(move || {
+            let host = process_high_water();
+            HighWater { device: if on_cpu { host } else { gpu.as_deref().and_then(Gpu::used) }, host }
+        })
+    }
+
     /// The device's memory is the host's.
     pub fn on_cpu(&self) -> bool {
         !self.backend.is_asynchronous()

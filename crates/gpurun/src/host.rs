@@ -57,6 +57,14 @@ fn read(root: &Path) -> io::Result<HostMemory> {
     Ok(HostMemory { total, available, limit: tightest })
 }
 
+/// The most memory that this process has had at any time; `None` where the kernel does not tell.
+pub(crate) fn process_high_water() -> Option<Bytes> {
+    let text = fs::read_to_string("/proc/self/status").ok()?;
+    let kib =
+        text.lines().find_map(|line| line.strip_prefix("VmHWM:")?.trim().strip_suffix(" kB")?.parse::<u64>().ok());
+    kib.map(|kib| Bytes(kib * 1024))
+}
+
 /// Files and words of one version of control groups.
 struct Version {
     fs_type: &'static str,

@@ -173,6 +173,8 @@ impl Observer for Told {
             tokens_per_second: m.tokens_per_second,
             step_seconds: m.step_seconds,
             mfu: m.mfu,
+            memory_planned: m.device_peak_bytes,
+            memory_used: m.device_used_bytes,
             loss_scale: Some(f64::from(m.loss_scale)).filter(|s| *s != 1.0),
             skipped: m.skipped,
             eval_loss: m.eval_loss,
@@ -219,6 +221,12 @@ fn describe(s: &Summary) -> String {
     if s.seconds > 0.0 {
         text += &format!(", {:.0} tokens/s", s.tokens as f64 / s.seconds);
     }
+    if let Some(mfu) = s.mfu {
+        text += &format!(", mfu {:.1} %", 100.0 * mfu);
+    }
+    if s.tokens > 0 {
+        text += &memory_words(s);
+    }
     if s.skipped > 0 {
         text += &format!(", {} steps skipped by loss scaling", s.skipped);
     }
@@ -226,6 +234,14 @@ fn describe(s: &Summary) -> String {
         text += &format!("\ncheckpoint: {}", dir.display());
     }
     text
+}
+
+/// What rank 0 was to hold and what it took.
+fn memory_words(s: &Summary) -> String {
+    let (device, host) = s.planned;
+    let host = if host.0 > 0 { format!(" and {host} of host memory") } else { String::new() };
+    let used = s.used.device.map_or_else(String::new, |used| format!(", {used} used"));
+    format!("; memory {device}{host} planned{used}")
 }
 
 /// The built-in models' `model` for [`train_main`].

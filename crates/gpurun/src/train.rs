@@ -195,7 +195,8 @@ pub fn train(
         save_every: Some(options.save_every),
         keep: Some(options.keep),
         metrics: options.metrics.clone(),
-        peak_flops: None,
+        peak_flops: devices.peak(options.dtype).map(|peak| peak.flops * f64::from(place.world)),
+        memory_in_use: devices.memory_in_use(),
         provenance: provenance(options),
     };
     let trainer =

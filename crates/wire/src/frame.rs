@@ -7,7 +7,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 /// Version of the protocol. Launcher and workers must agree.
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 
 /// Largest payload of a frame, in bytes.
 pub const MAX_FRAME: usize = 1 << 20;

@@ -127,6 +127,10 @@ pub struct StepReport {
     pub step_seconds: f64,
     /// Model FLOPs over the devices' peak, where the peak is known.
     pub mfu: Option<f64>,
+    /// Bytes that the rank's plan has where the model runs; 0 when they are not told.
+    pub memory_planned: u64,
+    /// Most bytes that the rank has taken there so far, context and libraries included.
+    pub memory_used: Option<u64>,
     /// Loss scale, where there is one.
     pub loss_scale: Option<f64>,
     /// True when gradients were not finite and the weights were left alone.

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use gpurun_types::Bytes;
 use gpurun_wire::StepReport;
 
 /// Least time between two progress lines.
@@ -93,6 +94,12 @@ pub fn figures(report: &StepReport) -> String {
     if let Some(mfu) = report.mfu {
         text.push_str(&format!("  mfu {:.1} %", mfu * 100.0));
     }
+    if report.memory_planned > 0 {
+        text.push_str(&format!("  memory {}", Bytes(report.memory_planned)));
+        if let Some(used) = report.memory_used {
+            text.push_str(&format!(" planned, {} used", Bytes(used)));
+        }
+    }
     if report.skipped {
         let scale = report.loss_scale.map_or(String::new(), |scale| format!(", loss scale {scale}"));
         text.push_str(&format!("  skipped: gradients not finite{scale}"));
@@ -157,6 +164,10 @@ mod tests {
             "step 7/20  loss 2.5000  norm 1.000  lr 3.000e-4  1 234 567 tokens/s  \
              skipped: gradients not finite, loss scale 1024"
         );
+        let report = StepReport { mfu: Some(0.4567), memory_planned: 3 << 29, skipped: false, ..report };
+        assert!(describe(&report).ends_with(" tokens/s  mfu 45.7 %  memory 1.50 GiB"), "{}", describe(&report));
+        let report = StepReport { memory_used: Some(2 << 30), ..report };
+        assert!(describe(&report).ends_with("  memory 1.50 GiB planned, 2.00 GiB used"), "{}", describe(&report));
         assert_eq!(thousands(999.6), "1 000");
         assert_eq!(thousands(f64::NAN), "0");
     }
