@@ -48,6 +48,13 @@ pub const BUILTINS: &[Builtin] = &[
         },
     },
     Builtin {
+        name: "bench",
+        about: "time training steps on random tokens, and show where their time goes",
+        place: Place::Workers,
+        takes_nproc: true,
+        run: |call| gpurun::bench_main(call.arguments.iter().cloned()),
+    },
+    Builtin {
         name: "plan",
         about: "show what each rank of `train` would hold and send, without running it",
         place: Place::Here,

@@ -28,4 +28,4 @@ pub use cuda::{
 pub use nvml::{GpuMonitor, GpuProcess};
 pub use ops::*;
 pub use peak::{Peak, peak};
-pub use probe::{HostRates, host_rates};
+pub use probe::{DeviceRates, HostRates, device_rates, host_rates};

@@ -1,10 +1,10 @@
-//! How fast host memory, the way to the device and Adam on the host are here and now.
+//! How fast matrix products, memory, the way to the device and Adam on the host are here and now.
 
 use std::time::Instant;
 
 use gpurun_types::{ArenaId, Bytes, DType, Lane, Place, View};
 
-use crate::{AdamRun, AdamW, Backend, DeviceError, RoundingKey, ScalarSlot};
+use crate::{AdamRun, AdamW, Backend, DeviceError, Matmul, RoundingKey, ScalarSlot};
 
 /// Measured rates of one rank, in bytes a second.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -29,6 +29,81 @@ impl HostRates {
             triad: self.triad.min(other.triad),
             adam: self.adam.min(other.adam),
         }
+    }
+}
+
+/// What a device reaches, of one rank.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct DeviceRates {
+    /// FLOP/s of a large square matrix product, summed in fp32.
+    pub matmul: f64,
+    /// Bytes a second of a copy within the device's memory, read and written bytes both counted.
+    pub memory: f64,
+}
+
+impl DeviceRates {
+    /// The lowest of several ranks' rates, each by itself.
+    #[must_use]
+    pub fn lowest(self, other: Self) -> Self {
+        Self { matmul: self.matmul.min(other.matmul), memory: self.memory.min(other.memory) }
+    }
+}
+
+/// Measures a device with a large product and a copy of more than caches hold; the memory is given back. Ranks that share a
+/// processor should measure at the same time: so they share it in training.
+///
+/// # Errors
+/// When there is no memory for it, or the device fails.
+pub fn device_rates(backend: &dyn Backend, dtype: DType) -> Result<DeviceRates, DeviceError> {
+    // A GPU is busy with a larger product than a few cores are, and takes several without a pause.
+    let (side, copied, times) = if backend.is_asynchronous() { (8192, 512 << 20, 5) } else { (1024, 64 << 20, 1) };
+    let bytes = (3 * dtype.bytes(side * side).0).max(2 * copied);
+    let arena = backend.allocate(Place::Device, Bytes(bytes))?;
+    let probe = DeviceProbe { backend, arena, times };
+    let rates = probe
+        .matmul(side, dtype)
+        .and_then(|matmul| Ok(DeviceRates { matmul, memory: probe.copy(copied as usize / 4)? }));
+    backend.release(arena)?;
+    rates
+}
+
+struct DeviceProbe<'a> {
+    backend: &'a dyn Backend,
+    arena: ArenaId,
+    /// Repetitions of a round.
+    times: usize,
+}
+
+impl DeviceProbe<'_> {
+    /// The arena as arrays of `len` elements.
+    fn array(&self, index: usize, len: usize, dtype: DType) -> View {
+        View { arena: self.arena, offset: dtype.bytes(index * len).0, len, dtype }
+    }
+
+    /// The highest rate of work that is worth `each`.
+    fn rate(&self, each: f64, work: impl Fn() -> Result<(), DeviceError>) -> Result<f64, DeviceError> {
+        best(each * self.times as f64, |_| {
+            (0..self.times).try_for_each(|_| work())?;
+            self.backend.synchronize(Lane::Compute)
+        })
+    }
+
+    fn matmul(&self, side: usize, dtype: DType) -> Result<f64, DeviceError> {
+        let [a, b, d] = [0, 1, 2].map(|index| self.array(index, side * side, dtype));
+        // Not zero: on zeros a device draws less power, and is faster than it is in training.
+        self.backend.fill(Lane::Compute, a, 0.37)?;
+        self.backend.fill(Lane::Compute, b, -1.21)?;
+        // The form of a layer's forward.
+        let (transpose_a, transpose_b) = (false, true);
+        let (bias, residual, accumulate) = (None, None, false);
+        let product =
+            Matmul { a, b, d, m: side, n: side, k: side, transpose_a, transpose_b, bias, residual, accumulate };
+        self.rate(2.0 * (side as f64).powi(3), || self.backend.matmul(Lane::Compute, product))
+    }
+
+    fn copy(&self, len: usize) -> Result<f64, DeviceError> {
+        let [from, to] = [0, 1].map(|index| self.array(index, len, DType::F32));
+        self.rate(8.0 * len as f64, || self.backend.copy(Lane::Compute, from, to))
     }
 }
 

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use gpurun_comm::CommError;
 use gpurun_device::{Backend, DeviceError, ScalarSlot};
 use gpurun_model::{BatchShape, Model, init};
-use gpurun_plan::{MemoryItem, Op, Plan, PlanOptions, Program, Region, UnitId, memory_report};
-use gpurun_types::{Bytes, DType, Rank, View};
+use gpurun_plan::{MemoryItem, Op, Plan, PlanOptions, Program, Region, Span, UnitId, memory_report};
+use gpurun_types::{Bytes, DType, Place, Rank, View};
 use half::{bf16, f16};
 
 use crate::describe::model_spec;
@@ -112,6 +112,12 @@ impl Session {
         scalars[ScalarSlot::LossScale as usize] = session.options.loss_scale;
         session.set_scalars(&scalars)?;
         Ok(session)
+    }
+
+    /// Bytes of all arenas that this rank's backend holds now, on the device and on the host.
+    pub fn allocated_bytes(&self) -> (Bytes, Bytes) {
+        let [device, host] = [Place::Device, Place::Host].map(|place| self.machine.backend.allocated(place));
+        (device, host)
     }
 
     /// This rank's memory, by name: sums to the arenas.
@@ -322,6 +328,30 @@ impl Session {
     pub fn step(&self, step: u64, inputs: StepInputs, watcher: &dyn Watcher) -> Result<StepOutcome, EngineError> {
         self.set_inputs(&inputs)?;
         self.interpreter.train_step(step, watcher)?;
+        self.outcome()
+    }
+
+    /// Runs one training step and tells when each of its instructions ran, in seconds since `together` returned, which is called
+    /// when the step could begin. Looking takes time too: such a step is no measure of speed.
+    pub fn profiled_step(
+        &self,
+        step: u64,
+        inputs: StepInputs,
+        watcher: &dyn Watcher,
+        together: &dyn Fn() -> Result<(), EngineError>,
+    ) -> Result<(StepOutcome, Vec<Span>), EngineError> {
+        self.set_inputs(&inputs)?;
+        together()?;
+        let program = self.train_program();
+        self.machine.profile.begin(&self.machine.backend, program.instrs.len());
+        let run = self.interpreter.train_step(step, watcher);
+        let spans = self.machine.profile.end(program);
+        run?;
+        Ok((self.outcome()?, spans))
+    }
+
+    /// What the last step did.
+    fn outcome(&self) -> Result<StepOutcome, EngineError> {
         let scalars = self.scalars()?;
         let slot = |s: ScalarSlot| scalars[s as usize];
         Ok(StepOutcome {

@@ -11,6 +11,7 @@ use gpurun_engine::EngineError;
 
 use crate::options::{OptionsError, one_line};
 use crate::train::TrainError;
+use crate::worker::WorkFailure;
 
 /// Why a command failed.
 #[derive(Debug)]
@@ -22,6 +23,12 @@ pub(crate) struct Failure {
 impl Failure {
     pub(crate) fn new(exit_code: u8, message: impl Into<String>) -> Self {
         Self { message: message.into(), exit_code }
+    }
+}
+
+impl From<Failure> for WorkFailure {
+    fn from(failure: Failure) -> Self {
+        Self { message: failure.message, exit_code: failure.exit_code, secondary: false }
     }
 }
 

@@ -7,8 +7,10 @@ use gpurun_device::{
     Backend, CpuBackend, CudaBackend, DeviceError, GpuMonitor, Peak, cuda_device_ids, nccl_library, peak,
 };
 use gpurun_engine::{EngineError, HighWater, HostNetwork, Network};
+use gpurun_plan::Machine;
 use gpurun_types::{Bytes, DType, Lane, Rank};
 
+use crate::fit::machine;
 use crate::host::process_high_water;
 
 use crate::options::{Device, TrainOptions};
@@ -170,6 +172,11 @@ fn transport<'a>(
 impl<'a> Devices<'a> {
     fn cpu(backend: CpuBackend, transport: Transport<'a>) -> Self {
         Self { backend: Arc::new(backend), gpu: None, transport }
+    }
+
+    /// The rates that estimates take for this kind of device.
+    pub fn machine(&self, options: &TrainOptions, world: u32) -> Machine {
+        machine(Some(if self.on_cpu() { "cpu" } else { "h200" }), options, world)
     }
 
     /// The highest rate of this rank's device, where its maker states one.

@@ -5,6 +5,7 @@
 //! `examples/custom_model.rs`.
 #![forbid(unsafe_code)]
 
+mod bench;
 mod command;
 mod corpus;
 mod devices;
@@ -23,6 +24,7 @@ mod search;
 mod train;
 pub mod worker;
 
+pub use bench::bench_main;
 pub use doctor::doctor_main;
 pub use files::{export_main, tokenize_main};
 pub use fit::DoesNotFit;

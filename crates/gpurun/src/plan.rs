@@ -125,7 +125,8 @@ fn show(args: PlanArgs, nproc: u32) -> Result<String, Failure> {
     let planned = Planned::build(&options, nproc, &machine)?;
     let timeline = estimate(&planned.plan, &planned.spec, &machine);
     let title = title(&planned.options, &planned.micro, nproc);
-    let drawing = Drawing { title: &title, plan: &planned.plan, spec: &planned.spec, timeline: &timeline };
+    let drawing =
+        Drawing { title: &title, plan: &planned.plan, spec: &planned.spec, timeline: &timeline, measured: false };
     if let Some(file) = &args.draw {
         write_beside(file, &svg(&drawing))?;
     }
@@ -191,7 +192,7 @@ fn sizes(options: &TrainOptions) -> &'static dyn ScratchSizes {
 }
 
 /// What a picture is of.
-fn title(options: &TrainOptions, micro: &MicroBatches, world: u32) -> String {
+pub(crate) fn title(options: &TrainOptions, micro: &MicroBatches, world: u32) -> String {
     let ranks = if world == 1 { "1 rank".to_owned() } else { format!("{world} ranks") };
     let recompute = match options.recompute {
         Recompute::None => "",
@@ -219,7 +220,7 @@ fn title(options: &TrainOptions, micro: &MicroBatches, world: u32) -> String {
 }
 
 /// Writes a file whole or not at all.
-fn write_beside(file: &Path, text: &str) -> Result<(), Failure> {
+pub(crate) fn write_beside(file: &Path, text: &str) -> Result<(), Failure> {
     let name = file.file_name().map(|n| n.to_string_lossy().into_owned());
     let Some(name) = name else {
         return Err(Failure::new(2, format!("{} names no file; give FILE.svg or FILE.json", file.display())));

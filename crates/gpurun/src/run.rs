@@ -14,7 +14,7 @@ use gpurun_types::Rank;
 use gpurun_wire::{Level, Phase as WirePhase, StepReport};
 
 use crate::options::{TrainArgs, TrainOptions, one_line};
-use crate::train::{Board, RankPlace, TrainObserver, train};
+use crate::train::{Board, RankPlace, TrainError, TrainObserver, train};
 use crate::worker::{Reporter, WorkFailure, Worker};
 
 /// How much longer than the supervisor's deadline a rank waits for another: the supervisor knows better whom to name.
@@ -47,6 +47,18 @@ pub fn train_main(
     arguments: impl IntoIterator<Item = OsString>,
     model: &dyn Fn(&TrainOptions) -> Result<Model, ModelError>,
 ) -> u8 {
+    in_worker(name, arguments, |worker, line: CommandLine| {
+        let options = line.train.resolve().map_err(|e| WorkFailure::from(TrainError::from(e)))?;
+        work(worker, &options, model)
+    })
+}
+
+/// Does the work of one rank with the arguments that are given to all; the process's exit code.
+pub(crate) fn in_worker<A: Parser>(
+    name: &std::ffi::OsStr,
+    arguments: impl IntoIterator<Item = OsString>,
+    work: impl FnOnce(&Worker, A) -> Result<String, WorkFailure>,
+) -> u8 {
     let worker = match Worker::from_env() {
         Ok(worker) => worker,
         Err(error) => {
@@ -56,8 +68,8 @@ pub fn train_main(
     };
     diagnostics();
     let command = std::iter::once(name.to_owned()).chain(arguments);
-    let options = match CommandLine::try_parse_from(command) {
-        Ok(line) => line.train.resolve().map_err(|e| e.to_string()),
+    let args = match A::try_parse_from(command) {
+        Ok(args) => Ok(args),
         // `--help`: asked for, and not a mistake.
         Err(error) if !error.use_stderr() => {
             if worker.rank() == 0 {
@@ -68,8 +80,8 @@ pub fn train_main(
         }
         Err(error) => Err(one_line(&error)),
     };
-    worker.run(|worker| match options {
-        Ok(options) => work(worker, &options, model),
+    worker.run(|worker| match args {
+        Ok(args) => work(worker, args),
         Err(message) => Err(WorkFailure { message, exit_code: 2, secondary: false }),
     })
 }
@@ -89,18 +101,17 @@ fn work(
     model: &dyn Fn(&TrainOptions) -> Result<Model, ModelError>,
 ) -> Result<String, WorkFailure> {
     let place = place(worker)?;
-    let observer = Told { reporter: worker.reporter().clone(), steps: 0.into() };
-    match train(options, model, &place, &observer) {
-        Ok(summary) => Ok(describe(&summary)),
-        Err(error) => Err(WorkFailure {
-            message: error.to_string(),
-            exit_code: error.exit_code(),
-            secondary: error.is_secondary(),
-        }),
+    let observer = Told::new(worker);
+    Ok(describe(&train(options, model, &place, &observer)?))
+}
+
+impl From<TrainError> for WorkFailure {
+    fn from(error: TrainError) -> Self {
+        Self { message: error.to_string(), exit_code: error.exit_code(), secondary: error.is_secondary() }
     }
 }
 
-fn place(worker: &Worker) -> Result<RankPlace<'_>, WorkFailure> {
+pub(crate) fn place(worker: &Worker) -> Result<RankPlace<'_>, WorkFailure> {
     let failed = |e: std::io::Error| WorkFailure {
         message: format!("the shared memory of the job: {e}"),
         exit_code: 4,
@@ -132,9 +143,15 @@ impl Board for Worker {
 }
 
 /// Passes on to the launcher what a run does.
-struct Told {
-    reporter: Reporter,
+pub(crate) struct Told {
+    pub(crate) reporter: Reporter,
     steps: std::sync::atomic::AtomicU64,
+}
+
+impl Told {
+    pub(crate) fn new(worker: &Worker) -> Self {
+        Self { reporter: worker.reporter().clone(), steps: 0.into() }
+    }
 }
 
 impl Watcher for Told {

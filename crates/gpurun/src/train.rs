@@ -21,7 +21,7 @@ use gpurun_types::{Place, Rank};
 
 use crate::corpus;
 use crate::devices::{self, Devices};
-use crate::fit::{DoesNotFit, Fitted, Planner, fitted, machine};
+use crate::fit::{DoesNotFit, Fitted, Planner, fitted};
 use crate::measure::measured;
 use crate::options::{ModelChoice, Offload, OptionsError, PipelineSchedule, Resume, Tokenizer, TrainOptions};
 use crate::room;
@@ -127,6 +127,20 @@ impl RankPlace<'_> {
     }
 }
 
+impl RankPlace<'_> {
+    /// What every rank says of `what`, in rank order, told to rank 0; the others get nothing and do not wait.
+    pub(crate) fn tell_first(&self, what: &str, mine: Vec<u8>) -> Result<Option<Vec<Vec<u8>>>, TrainError> {
+        let Some(board) = self.board.filter(|_| self.world > 1) else { return Ok(Some(vec![mine])) };
+        let key = |rank: u32| format!("gpurun/{what}/{rank}");
+        if self.rank != Rank(0) {
+            board.put(&key(self.rank.0), &mine).map_err(TrainError::Board)?;
+            return Ok(None);
+        }
+        let others = (1..self.world).map(|rank| board.get(&key(rank)).map_err(TrainError::Board));
+        std::iter::once(Ok(mine)).chain(others).collect::<Result<_, _>>().map(Some)
+    }
+}
+
 /// Told what a run does.
 pub trait TrainObserver: Observer {
     /// Text is being turned into tokens.
@@ -164,15 +178,8 @@ pub fn train(
             observer.note(line);
         }
     };
-    let devices = devices::open(options, place, &note)?;
-    let backend = devices.backend.as_ref();
-    let planner = Planner { model: &model, world: place.world, sizes: backend };
-    let kind = if devices.on_cpu() { "cpu" } else { "h200" };
-    let table = machine(Some(kind), options, place.world);
-    let rates = |bytes| measured(table.clone(), backend, place, bytes);
-    let Fitted { options, notes, .. } = &fitted(&planner, options, &rates)?;
-    notes.iter().for_each(|line| note(line));
-    room::check(&planner, options, place, devices.on_cpu())?;
+    let (devices, options) = ready(options, &model, place, &note)?;
+    let options = &options;
     if let Some(out) = &options.out {
         check_out(out).map_err(TrainError::Out)?;
     }
@@ -208,6 +215,24 @@ pub fn train(
     Ok(summary)
 }
 
+/// This rank's device, and the options with all chosen that they left open, so that the run fits.
+pub(crate) fn ready<'a>(
+    options: &TrainOptions,
+    model: &Model,
+    place: &'a RankPlace<'_>,
+    note: &dyn Fn(&str),
+) -> Result<(Devices<'a>, TrainOptions), TrainError> {
+    let devices = devices::open(options, place, note)?;
+    let backend = devices.backend.as_ref();
+    let planner = Planner { model, world: place.world, sizes: backend };
+    let table = devices.machine(options, place.world);
+    let rates = |bytes| measured(table.clone(), backend, place, bytes);
+    let Fitted { options, notes, .. } = fitted(&planner, options, &rates)?;
+    notes.iter().for_each(|line| note(line));
+    room::check(&planner, &options, place, devices.on_cpu())?;
+    Ok((devices, options))
+}
+
 fn open_data(
     options: &TrainOptions,
     model: &Model,
@@ -233,7 +258,7 @@ fn open_data(
 /// Part of the data that is held out where no `--eval-data` is given.
 const HELD_OUT: f64 = 0.05;
 
-fn open_control(place: &RankPlace<'_>) -> Result<Control, EngineError> {
+pub(crate) fn open_control(place: &RankPlace<'_>) -> Result<Control, EngineError> {
     let Some(fabric) = &place.fabric else { return Ok(Control::solo()) };
     let backend: Arc<dyn Backend> =
         Arc::new(CpuBackend::new(1).map_err(|source| EngineError::SetUp { what: "control memory", source })?);
@@ -244,7 +269,7 @@ fn open_control(place: &RankPlace<'_>) -> Result<Control, EngineError> {
     Control::new(Arc::new(link), backend)
 }
 
-fn open_session(
+pub(crate) fn open_session(
     options: &TrainOptions,
     model: Arc<Model>,
     place: &RankPlace<'_>,

@@ -149,10 +149,25 @@ impl Timeline {
 /// When the plan would not run to its end: it was not verified.
 #[must_use]
 pub fn estimate(plan: &Plan, spec: &ModelSpec, machine: &Machine) -> Timeline {
+    estimate_with(plan, spec, machine, |_, _| None)
+}
+
+/// As [`estimate`], with the seconds of an instruction (by rank and index) where `known` has them.
+///
+/// # Panics
+/// As [`estimate`].
+#[must_use]
+pub fn estimate_with(
+    plan: &Plan,
+    spec: &ModelSpec,
+    machine: &Machine,
+    known: impl Fn(usize, usize) -> Option<f64>,
+) -> Timeline {
     let ranks: Vec<&RankPlan> = plan.ranks.iter().collect();
-    let seconds = |rank: usize, instr: usize| {
-        let rank = ranks[rank];
-        Cost { rank, spec, machine, options: &plan.options }.seconds(&rank.train.instrs[instr].op)
+    let seconds = |index: usize, instr: usize| {
+        let rank = ranks[index];
+        let cost = Cost { rank, spec, machine, options: &plan.options };
+        known(index, instr).unwrap_or_else(|| cost.seconds(&rank.train.instrs[instr].op))
     };
     let ranks = spans(Cast::All(plan.options.mesh), &ranks, seconds);
     Timeline { machine: machine.clone(), seconds: end(&ranks), ranks }

@@ -110,7 +110,8 @@ fn the_picture_shows_every_instruction_and_kind_of_memory() {
     let _limit = testkit::time_limit(20);
     for (spec, plan) in plans() {
         let timeline = estimate(&plan, &spec, &h200());
-        let picture = svg(&Drawing { title: "a <model> & more", plan: &plan, spec: &spec, timeline: &timeline });
+        let picture =
+            svg(&Drawing { title: "a <model> & more", plan: &plan, spec: &spec, timeline: &timeline, measured: false });
         let counts = well_formed(&picture);
         let rank = &plan.ranks[0];
         assert_eq!(picture.matches(" class=\"i\">").count(), rank.train.instrs.len());
@@ -132,7 +133,7 @@ fn the_trace_has_every_rank_lane_and_byte() {
     let _limit = testkit::time_limit(20);
     for (spec, plan) in plans() {
         let timeline = estimate(&plan, &spec, &h200());
-        let text = trace(&Drawing { title: "t", plan: &plan, spec: &spec, timeline: &timeline });
+        let text = trace(&Drawing { title: "t", plan: &plan, spec: &spec, timeline: &timeline, measured: false });
         let json: Value = serde_json::from_str(&text).expect("valid JSON");
         let events = json["traceEvents"].as_array().expect("a list");
         let of = |ph: &str, rank: usize| -> Vec<&Value> {

@@ -11,6 +11,7 @@ use gpurun_types::{ArenaId, DType, Lane, Place, View};
 use super::AdamOptions;
 use super::inputs::Staging;
 use super::params::{UnitParams, unit_params};
+use super::profile::Profile;
 use crate::error::EngineError;
 use crate::network::Links;
 
@@ -26,6 +27,7 @@ pub struct Machine {
     pub(crate) adam: AdamOptions,
     pub(super) loss_factor: AtomicU32,
     pub(super) staging: Staging,
+    pub(crate) profile: Profile,
     arenas: [Option<ArenaId>; 2],
     params: Vec<UnitParams>,
 }
@@ -52,8 +54,22 @@ impl Machine {
         let params = unit_params(&model, &spec);
         let loads = plan.train.instrs.iter().filter(|i| matches!(i.op, Op::LoadBatch { .. })).count();
         let staging = Staging::new(backend.as_ref(), loads.max(1), shape.tokens())?;
-        let loss_factor = AtomicU32::new(0);
-        Ok(Self { backend, model, spec, plan, links, shape, dtype, adam, loss_factor, staging, arenas, params })
+        let (loss_factor, profile) = (AtomicU32::new(0), Profile::default());
+        Ok(Self {
+            backend,
+            model,
+            spec,
+            plan,
+            links,
+            shape,
+            dtype,
+            adam,
+            loss_factor,
+            staging,
+            profile,
+            arenas,
+            params,
+        })
     }
 
     /// The memory of a region.

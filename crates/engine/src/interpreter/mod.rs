@@ -6,6 +6,7 @@ mod inputs;
 mod machine;
 mod optimizer;
 mod params;
+mod profile;
 mod streams;
 mod threads;
 

@@ -39,7 +39,7 @@ impl Interpreter {
                     let mark = marks[wait.0 as usize].expect("an awaited instruction has a mark");
                     backend.wait(instr.lane, mark)?;
                 }
-                self.machine.execute(&instr.op, instr.lane, mode, logits)?;
+                self.machine.run_instr(index, instr, mode, logits)?;
                 Ok(if program.awaited[index] { Some(backend.record(instr.lane)?) } else { None })
             };
             marks[index] = enqueue().map_err(|fault| (index, fault))?;

@@ -90,7 +90,7 @@ impl Interpreter {
                 break;
             }
             watcher.at(index as u32);
-            let result = self.machine.execute(&instr.op, instr.lane, mode, logits);
+            let result = self.machine.run_instr(index, instr, mode, logits);
             let failed = result.is_err();
             run.finish(index, result);
             if failed {
@@ -221,7 +221,7 @@ fn run_list(machine: &Machine, run: &Run, list: &[usize]) {
         let instr = &run.program.program.instrs[index];
         // A panic here would leave the step waiting for ever; it is carried to the thread that drives the step.
         let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            machine.execute(&instr.op, instr.lane, run.mode, run.logits)
+            machine.run_instr(index, instr, run.mode, run.logits)
         }));
         let result = result.unwrap_or_else(|panic| {
             let text = panic.downcast_ref::<String>().map(String::as_str);

@@ -21,4 +21,6 @@ pub struct Drawing<'a> {
     pub spec: &'a ModelSpec,
     /// When its instructions run.
     pub timeline: &'a Timeline,
+    /// The times were measured, on the timeline's machine.
+    pub measured: bool,
 }

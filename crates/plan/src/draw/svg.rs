@@ -59,7 +59,8 @@ impl Page {
         self.text(LEFT, 40.0, drawing.title, "title");
         let step = duration(drawing.timeline.seconds);
         let machine = drawing.timeline.machine.describe();
-        self.text(LEFT, 64.0, &format!("One training step, {step}, estimated for {machine}"), "small");
+        let how = if drawing.measured { "measured on" } else { "estimated for" };
+        self.text(LEFT, 64.0, &format!("One training step, {step}, {how} {machine}"), "small");
         let mut x = LEFT;
         for (what, colour) in OPERATIONS {
             self.rect([x, 78.0, 12.0, 12.0], colour, None);

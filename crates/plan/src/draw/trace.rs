@@ -38,8 +38,13 @@ pub fn trace(drawing: &Drawing<'_>) -> String {
             }
         }
     }
-    let machine = drawing.timeline.machine.describe();
-    let other = json!({"title": drawing.title, "times": format!("estimated; {machine}")});
+    let machine = &drawing.timeline.machine;
+    let times = if drawing.measured {
+        format!("measured; {}", machine.name)
+    } else {
+        format!("estimated; {}", machine.describe())
+    };
+    let other = json!({"title": drawing.title, "times": times});
     json!({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}).to_string()
 }
 
