@@ -67,6 +67,8 @@ fn stages_of_processes_give_the_numbers_of_one_stage() {
         ("plain", vec!["--pp", "2"]),
         ("gpipe", vec!["--pp", "2", "--pp-schedule", "gpipe", "--recompute", "full"]),
         ("interleaved", vec!["--pp", "2", "--pp-schedule", "interleaved", "--pp-chunks", "3", "--zero", "1"]),
+        ("h1", vec!["--pp", "2", "--pp-schedule", "zero-bubble", "--zero", "1"]),
+        ("v", vec!["--pp", "2", "--pp-schedule", "zero-bubble", "--pp-chunks", "2", "--recompute", "selective"]),
         ("split", vec!["--pp", "2", "--pp-split", "2,4"]),
         ("sharded", vec!["--pp", "2", "--offload", "optimizer", "--zero", "1"]),
     ] {
@@ -92,7 +94,7 @@ fn checkpoints_move_between_numbers_of_stages() {
         ("9", "4", &[]),
         ("12", "1", &[]),
         ("15", "2", &chunks),
-        ("18", "4", &[]),
+        ("18", "4", &["--pp-schedule", "zero-bubble"]),
         ("21", "2", &chunks),
         ("24", "1", &[]),
     ] {
@@ -121,6 +123,11 @@ fn stages_that_cannot_be_are_refused_with_both_settings() {
         ("2", &["--pp-schedule", "gpipe"], ["--pp-schedule", "--pp STAGES"]),
         ("2", &["--pp-split", "4,4"], ["--pp-split", "--pp STAGES"]),
         ("2", &["--pp", "2", "--pp-chunks", "2"], ["--pp-chunks", "--pp-schedule interleaved"]),
+        (
+            "2",
+            &["--pp", "2", "--pp-schedule", "zero-bubble", "--pp-chunks", "3"],
+            ["--pp-chunks", "--pp-schedule zero-bubble; use 1 (ZB-H1) or 2 (ZB-V)"],
+        ),
         (
             "2",
             &["--pp", "2", "--pp-split", "3,4"],

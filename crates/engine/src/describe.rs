@@ -17,6 +17,7 @@ pub fn model_spec(
     let owners = Owners::of(model);
     let mut units = Vec::with_capacity(model.units.len());
     for unit in &model.units {
+        let deferred = unit.deferred(shape, dtype);
         let mut borrows = Vec::new();
         for name in unit.borrows() {
             let (owner, _) = owners.find(&name).ok_or_else(|| {
@@ -41,10 +42,9 @@ pub fn model_spec(
             scratch: named(unit.scratch(sizes, shape, dtype)),
             forward_flops: unit.forward_flops_per_token(shape.seq) * shape.tokens() as f64,
             restore_flops: unit.restore_flops_per_token(shape.seq) * shape.tokens() as f64,
-            // Units have whole backwards only.
-            splits: false,
-            deferred: Vec::new(),
-            weights_flops: 0.0,
+            splits: deferred.is_some(),
+            deferred: named(deferred.unwrap_or_default()),
+            weights_flops: unit.weights_flops_per_token() * shape.tokens() as f64,
         });
     }
     Ok(ModelSpec { units, tokens: shape.tokens() })

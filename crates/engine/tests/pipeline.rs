@@ -4,10 +4,18 @@
 mod common;
 
 use common::{Case, assert_near, assert_same_bits, gpt2, llama};
-use gpurun_plan::{OffloadVia, Recompute, Schedule};
+use gpurun_device::CpuBackend;
+use gpurun_engine::model_spec;
+use gpurun_plan::{OffloadVia, Op, Part, Plan, Recompute, Schedule};
 use gpurun_types::DType;
 
-const SCHEDULES: [Schedule; 3] = [Schedule::Gpipe, Schedule::OneFOneB, Schedule::Interleaved { chunks: 2 }];
+const SCHEDULES: [Schedule; 5] = [
+    Schedule::Gpipe,
+    Schedule::OneFOneB,
+    Schedule::Interleaved { chunks: 2 },
+    Schedule::ZeroBubble,
+    Schedule::ZeroBubbleV,
+];
 
 #[test]
 fn stages_times_replicas_give_the_bits_of_replicas_alone() {
@@ -36,9 +44,12 @@ fn pipelines_compose_with_offload_recompute_and_precision() {
             for (offload, fraction) in [(None, 1.0), (Some(OffloadVia::Host), 0.5), (Some(OffloadVia::Stream), 1.0)] {
                 let base = Case { dtype, ranks, stage, recompute, micro_batches: 3, steps: 2, ..Case::plain(llama()) };
                 let alone = base.run();
-                for (schedule, split) in
-                    [(Schedule::OneFOneB, Some(vec![4, 1])), (Schedule::Interleaved { chunks: 2 }, None)]
-                {
+                for (schedule, split) in [
+                    (Schedule::OneFOneB, Some(vec![4, 1])),
+                    (Schedule::Interleaved { chunks: 2 }, None),
+                    (Schedule::ZeroBubble, None),
+                    (Schedule::ZeroBubbleV, None),
+                ] {
                     let case = Case { pp: 2, schedule, split, offload, fraction, ..base.clone() };
                     assert_same_bits(&case.run(), &alone, &format!("{case:?}"));
                 }
@@ -66,6 +77,26 @@ fn tied_tables_are_one_table() {
                 }
             }
         }
+    }
+}
+
+#[test]
+fn zero_bubble_orders_run_the_gradients_of_blocks_weights_apart() {
+    let _limit = testkit::time_limit(30);
+    for (schedule, apart) in [(Schedule::OneFOneB, 0), (Schedule::ZeroBubble, 12), (Schedule::ZeroBubbleV, 12)] {
+        let case = Case { pp: 2, schedule, micro_batches: 4, global_batch: 4, ..Case::plain(llama()) };
+        let model = case.model.build().expect("a valid model");
+        let backend = CpuBackend::new(1).expect("a CPU backend");
+        let options = case.options();
+        let spec = model_spec(&model, options.shape, case.dtype, &backend).expect("a model that can be described");
+        let plan = Plan::build(&spec, &options.plan).expect("legal");
+        let parts = |part| {
+            let instrs = plan.ranks.iter().flat_map(|rank| &rank.train.instrs);
+            instrs.filter(|i| matches!(i.op, Op::Backward { part: p, .. } if p == part)).count()
+        };
+        // Three blocks of four micro-batches; the two ends have whole backwards.
+        assert_eq!([parts(Part::Input), parts(Part::Weights)], [apart; 2], "{schedule:?}");
+        assert_eq!(parts(Part::Whole), 20 - apart, "{schedule:?}");
     }
 }
 

@@ -303,6 +303,8 @@ pub(crate) fn plan_options(options: &TrainOptions, world: u32) -> Result<PlanOpt
             PipelineSchedule::Gpipe => Schedule::Gpipe,
             PipelineSchedule::OneFOneB => Schedule::OneFOneB,
             PipelineSchedule::Interleaved => Schedule::Interleaved { chunks: options.pp_chunks },
+            PipelineSchedule::ZeroBubble if options.pp_chunks == 1 => Schedule::ZeroBubble,
+            PipelineSchedule::ZeroBubble => Schedule::ZeroBubbleV,
         },
         split: options.pp_split.clone(),
     })

@@ -209,6 +209,51 @@ pub trait Unit: Send + Sync {
         saved: &[View],
     ) -> Result<(), DeviceError>;
 
+    /// What [`Unit::backward_input`] leaves for [`Unit::backward_weights`] besides what both see, for orders of a pipeline that
+    /// compute the gradients of weights apart; `None`, when a backward is always whole. Units at the ends of the chain, and
+    /// those that borrow parameters, have whole backwards only.
+    fn deferred(&self, _shape: BatchShape, _dtype: DType) -> Option<Vec<Tensor>> {
+        None
+    }
+
+    /// Floating-point operations of [`Unit::backward_weights`] for one token.
+    fn weights_flops_per_token(&self) -> f64 {
+        0.0
+    }
+
+    /// The first part of a backward: computes `dx` from `dy`, fills `deferred`, and adds to `grads` what the second part does
+    /// not.
+    #[allow(clippy::too_many_arguments)]
+    fn backward_input(
+        &self,
+        cx: &Cx<'_>,
+        weights: &[View],
+        grads: &[View],
+        x: Option<View>,
+        dy: Option<View>,
+        dx: Option<View>,
+        saved: &[View],
+        _deferred: &[View],
+    ) -> Result<(), DeviceError> {
+        self.backward(cx, weights, grads, x, dy, dx, saved)
+    }
+
+    /// The second part: adds the rest to `grads`. `saved` and `deferred` are as the first part left them. Both parts together
+    /// give the bits of [`Unit::backward`].
+    #[allow(clippy::too_many_arguments)]
+    fn backward_weights(
+        &self,
+        _cx: &Cx<'_>,
+        _weights: &[View],
+        _grads: &[View],
+        _x: Option<View>,
+        _dy: Option<View>,
+        _saved: &[View],
+        _deferred: &[View],
+    ) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
     /// The loss unit's logits of row `row` of `x` into `logits` (`[vocabulary]`, type `cx.dtype`), for sampling.
     fn logits(
         &self,

@@ -41,6 +41,7 @@ pub struct Reference<'a> {
     /// Unit and position of each parameter.
     owners: HashMap<String, (usize, usize)>,
     selective: bool,
+    in_parts: bool,
 }
 
 impl<'a> Reference<'a> {
@@ -84,7 +85,14 @@ impl<'a> Reference<'a> {
             inputs: Inputs::new(backend, shape)?,
             owners,
             selective: false,
+            in_parts: false,
         })
+    }
+
+    /// With gradients of weights computed apart: the first parts of all units' backwards, then the second ones.
+    #[must_use]
+    pub fn in_parts(self) -> Self {
+        Self { in_parts: true, ..self }
     }
 
     /// With selective recompute: restorable tensors are lost after the forward and restored before the backward.
@@ -167,18 +175,33 @@ impl<'a> Reference<'a> {
                 let cx = self.cx(i, Mode::Train, factor);
                 self.model.units[i].restore(&cx, &unit.weights, x, &unit.saved)?;
             }
-            let edge = |edges: &[View]| i.checked_sub(1).map(|before| edges[before]);
-            self.model.units[i].backward(
-                &self.cx(i, Mode::Train, factor),
-                &unit.weights,
-                &unit.grads,
-                edge(&self.edges),
-                self.edge_grads.get(i).copied(),
-                edge(&self.edge_grads),
-                &unit.saved,
-            )?;
+            self.backward(i, factor)?;
+        }
+        if self.in_parts {
+            (0..=last).rev().try_for_each(|i| self.backward_weights(i, factor))?;
         }
         self.inputs.loss(self.backend)
+    }
+
+    /// The backward of unit `i`, or its first part.
+    fn backward(&self, i: usize, factor: f32) -> Result<(), DeviceError> {
+        let (unit, cx) = (&self.units[i], self.cx(i, Mode::Train, factor));
+        let edge = |edges: &[View]| i.checked_sub(1).map(|before| edges[before]);
+        let (x, dy, dx) = (edge(&self.edges), self.edge_grads.get(i).copied(), edge(&self.edge_grads));
+        let this = &self.model.units[i];
+        match unit.deferred.as_deref().filter(|_| self.in_parts) {
+            None => this.backward(&cx, &unit.weights, &unit.grads, x, dy, dx, &unit.saved),
+            Some(left) => this.backward_input(&cx, &unit.weights, &unit.grads, x, dy, dx, &unit.saved, left),
+        }
+    }
+
+    /// The second part of the backward of unit `i`, which finds nothing in its scratch.
+    fn backward_weights(&self, i: usize, factor: f32) -> Result<(), DeviceError> {
+        let (unit, cx) = (&self.units[i], self.cx(i, Mode::Train, factor));
+        let Some(left) = &unit.deferred else { return Ok(()) };
+        unit.scratch.iter().try_for_each(|view| self.backend.fill(Lane::Compute, *view, f32::NAN))?;
+        let (x, dy) = (i.checked_sub(1).map(|before| self.edges[before]), self.edge_grads.get(i).copied());
+        self.model.units[i].backward_weights(&cx, &unit.weights, &unit.grads, x, dy, &unit.saved, left)
     }
 
     /// Overwrites what unit `i` can restore.
@@ -244,6 +267,8 @@ pub(crate) struct UnitMemory {
     pub flat_grad: View,
     pub saved: Vec<View>,
     pub scratch: Vec<View>,
+    /// Of a unit that has a backward in two parts.
+    pub deferred: Option<Vec<View>>,
 }
 
 impl UnitMemory {
@@ -256,14 +281,16 @@ impl UnitMemory {
         let params = unit.params();
         let total = params.iter().map(|p| p.elements().next_multiple_of(JOIN_ALIGN)).sum::<usize>().max(1);
         let flat_grad = allocate(backend, total, DType::F32)?;
-        let tensors =
-            |list: Vec<Tensor>| list.iter().map(|t| allocate(backend, t.elements, t.dtype)).collect::<Result<_, _>>();
+        let tensors = |list: Vec<Tensor>| {
+            list.iter().map(|t| allocate(backend, t.elements, t.dtype)).collect::<Result<Vec<_>, _>>()
+        };
         Ok(Self {
             weights: cut(allocate(backend, total, dtype)?, &params),
             grads: cut(flat_grad, &params),
             flat_grad,
             saved: tensors(unit.saved(shape, dtype))?,
             scratch: tensors(unit.scratch(backend, shape, dtype))?,
+            deferred: unit.deferred(shape, dtype).map(tensors).transpose()?,
         })
     }
 }

@@ -5,7 +5,8 @@
 
 use gpurun_device::CpuBackend;
 use gpurun_model::layers::{
-    Activations, EmbeddingUnit, Gelu, Layer, LayerUnit, Linear, LossHead, Norm, Residual, Sequence, SwiGlu,
+    Activations, AttentionConfig, EmbeddingUnit, Gelu, Layer, LayerUnit, Linear, LossHead, Norm, Projections, Residual,
+    RopeConfig, SelfAttention, Sequence, SwiGlu,
 };
 use gpurun_model::reference::{Batch, Reference};
 use gpurun_model::{BatchShape, Model, gradcheck::gradcheck, layers};
@@ -33,8 +34,24 @@ fn layer(code: u8, name: &str, width: usize, activations: Activations) -> Box<dy
         7 => residual(layers![Gelu::new(width)]),
         8 => residual(layers![norm(), Gelu::new(width)]),
         9 => residual(layers![norm(), linear("a", width, 48), SwiGlu::new(24), linear("b", 24, width)]),
+        10 => residual(layers![norm(), attention(name, width)]),
         _ => residual(layers![norm(), linear("a", width, 24), Gelu::new(24), linear("b", 24, width), Gelu::new(width)]),
     }
+}
+
+fn attention(name: &str, width: usize) -> SelfAttention {
+    let projections = Projections::Packed { qkv: &format!("{name}.qkv"), out: &format!("{name}.out") };
+    let config = AttentionConfig {
+        width,
+        heads: 4,
+        kv_heads: 2,
+        head_dim: 4,
+        qkv_bias: true,
+        out_bias: true,
+        rope: Some(RopeConfig { theta: 100.0, scaling: None }),
+        out_std: 0.25,
+    };
+    SelfAttention::new(projections, config).unwrap()
 }
 
 fn sequence(codes: &[u8], activations: Activations) -> Sequence {
@@ -49,7 +66,7 @@ fn sequence(codes: &[u8], activations: Activations) -> Sequence {
 }
 
 /// Bits of all gradients of a model around the sequence.
-fn gradients(codes: &[u8], activations: Activations, selective: bool, dtype: DType) -> Vec<u32> {
+fn gradients(codes: &[u8], activations: Activations, [selective, in_parts]: [bool; 2], dtype: DType) -> Vec<u32> {
     let sequence = sequence(codes, activations);
     let norm = Norm::rms("final", sequence.output_width(), 1e-5);
     let model = Model::new(
@@ -67,6 +84,9 @@ fn gradients(codes: &[u8], activations: Activations, selective: bool, dtype: DTy
     if selective {
         reference = reference.selective();
     }
+    if in_parts {
+        reference = reference.in_parts();
+    }
     reference.initialise(3).unwrap();
     let batch = Batch { tokens: vec![1, 2, 3, 4, 5, 6], targets: vec![2, 3, -1, 5, 6, -1], starts: vec![0; 6] };
     reference.train(&batch, 0.25, 1.0).unwrap();
@@ -78,16 +98,16 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn recomputing_changes_no_bit(codes in prop::collection::vec(0u8..11, 1..7), half in any::<bool>()) {
+    fn recomputing_and_two_parts_change_no_bit(codes in prop::collection::vec(0u8..12, 1..7), half in any::<bool>()) {
         let _limit = testkit::time_limit(30);
         let dtype = if half { DType::Bf16 } else { DType::F32 };
-        let kept = gradients(&codes, Activations::Kept, false, dtype);
+        let kept = gradients(&codes, Activations::Kept, [false, false], dtype);
         prop_assert!(kept.iter().all(|bits| f32::from_bits(*bits).is_finite()));
-        for (activations, selective) in
-            [(Activations::Lean, false), (Activations::Lean, true), (Activations::Kept, true)]
-        {
-            let gradients = gradients(&codes, activations, selective, dtype);
-            prop_assert_eq!(&gradients, &kept, "{:?}, selective {}", activations, selective);
+        for activations in [Activations::Lean, Activations::Kept] {
+            for ways in [[false, false], [true, false], [false, true], [true, true]] {
+                let gradients = gradients(&codes, activations, ways, dtype);
+                prop_assert_eq!(&gradients, &kept, "{:?}, selective, in parts: {:?}", activations, ways);
+            }
         }
     }
 }
@@ -97,7 +117,7 @@ proptest! {
 fn chains_have_the_gradients_of_their_forwards() {
     let _limit = testkit::time_limit(60);
     let backend = CpuBackend::new(1).unwrap();
-    for codes in [&[9, 10, 8][..], &[4, 5, 1, 3], &[2, 0, 4, 1, 5], &[7, 6, 5, 5], &[0, 1, 2, 2, 3]] {
+    for codes in [&[9, 11, 8][..], &[10, 4], &[4, 5, 1, 3], &[2, 0, 4, 1, 5], &[7, 6, 5, 5], &[0, 1, 2, 2, 3]] {
         let unit = LayerUnit::new("chain", sequence(codes, Activations::Lean));
         let report = gradcheck(&unit, &backend, SHAPE).unwrap();
         assert!(report.worst().error < 5e-3, "{codes:?}: {report}");

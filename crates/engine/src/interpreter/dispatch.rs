@@ -2,7 +2,7 @@
 
 use gpurun_device::NormRun;
 use gpurun_model::Mode;
-use gpurun_plan::{NormPart, Op};
+use gpurun_plan::{NormPart, Op, Part};
 use gpurun_types::Lane;
 
 use super::machine::Machine;
@@ -34,9 +34,14 @@ impl Machine {
             Op::Restore { unit, io, .. } => self.pass(lane, *unit, io, mode, |cx, p| {
                 self.model.units[unit.0 as usize].restore(cx, &p.weights, p.x, &p.saved)
             })?,
-            Op::Backward { unit, io, .. } => self.pass(lane, *unit, io, mode, |cx, p| {
+            Op::Backward { unit, part, io, .. } => self.pass(lane, *unit, io, mode, |cx, p| {
                 let unit = &self.model.units[unit.0 as usize];
-                unit.backward(cx, &p.weights, &p.grads, p.x, p.dy, p.dx, &p.saved)
+                let (weights, grads, saved, deferred) = (&p.weights, &p.grads, &p.saved, &p.deferred);
+                match part {
+                    Part::Whole => unit.backward(cx, weights, grads, p.x, p.dy, p.dx, saved),
+                    Part::Input => unit.backward_input(cx, weights, grads, p.x, p.dy, p.dx, saved, deferred),
+                    Part::Weights => unit.backward_weights(cx, weights, grads, p.x, p.dy, saved, deferred),
+                }
             })?,
             Op::ReduceScatter { group, src, dst, accumulate, .. } => {
                 self.links.group(*group, lane).reduce_scatter(self.view(*src), self.view(*dst), *accumulate)?;

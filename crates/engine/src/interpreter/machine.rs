@@ -145,6 +145,7 @@ impl Machine {
             dy: io.dy.map(|r| self.view(r)),
             dx: io.dx.map(|r| self.view(r)),
             saved: self.views(&io.saved),
+            deferred: self.views(&io.deferred),
         };
         body(&cx, pass)
     }
@@ -167,4 +168,5 @@ pub(super) struct Pass {
     pub dy: Option<View>,
     pub dx: Option<View>,
     pub saved: Vec<View>,
+    pub deferred: Vec<View>,
 }

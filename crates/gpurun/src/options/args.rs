@@ -111,7 +111,7 @@ pub struct TrainArgs {
     /// Order of micro-batches on the stages of --pp [default: 1f1b]
     #[arg(long, value_enum, help_heading = "Pipeline")]
     pub pp_schedule: Option<PipelineSchedule>,
-    /// Chunks of layers of each stage with --pp-schedule interleaved [default: 2]
+    /// Chunks of layers of each stage with --pp-schedule interleaved [default: 2] or zero-bubble: 1 or 2 [default: 1]
     #[arg(long, value_name = "N", allow_negative_numbers = true, help_heading = "Pipeline")]
     pub pp_chunks: Option<u32>,
     /// Layers of each stage, such as 6,6,7,5; of each chunk in their order where stages have several. Numbers that sum to two

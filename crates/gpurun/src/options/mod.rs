@@ -78,6 +78,9 @@ pub enum PipelineSchedule {
     OneFOneB,
     /// Each stage has several chunks of the layers (--pp-chunks) and takes them in turn: less idle time, more messages.
     Interleaved,
+    /// Gradients of weights are computed when there is nothing better to do: a third of the idle time of 1f1b (ZB-H1), or with
+    /// --pp-chunks 2 a sixth (ZB-V, whose stages have one chunk on the way down and one on the way back).
+    ZeroBubble,
 }
 
 /// What an option says that may be left to the program.
@@ -180,7 +183,7 @@ pub struct TrainOptions {
     pub pp: u32,
     /// Order of micro-batches on the stages.
     pub pp_schedule: PipelineSchedule,
-    /// Chunks of layers of each stage; 1 unless they are interleaved.
+    /// Chunks of layers of each stage; 1 in the orders that have no other number.
     pub pp_chunks: u32,
     /// Layers, or units, of each chunk; `None` means balanced by cost.
     pub pp_split: Option<Vec<u32>>,

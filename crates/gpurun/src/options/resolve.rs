@@ -88,6 +88,7 @@ impl TrainArgs {
             pp_schedule: args.pp_schedule.unwrap_or(PipelineSchedule::OneFOneB),
             pp_chunks: match args.pp_schedule {
                 Some(PipelineSchedule::Interleaved) => args.pp_chunks.unwrap_or(2),
+                Some(PipelineSchedule::ZeroBubble) => args.pp_chunks.unwrap_or(1),
                 _ => 1,
             },
             pp_split: Some(args.pp_split).filter(|split| !split.is_empty()),
@@ -149,7 +150,7 @@ impl Check<'_> {
         self.at_least_one("global-batch", a.global_batch, "such as 24")?;
         self.at_least_one("threads", a.threads, "or leave it out")?;
         self.at_least_one("pp", a.pp, "or leave it out")?;
-        self.at_least_one("pp-chunks", a.pp_chunks, "or leave it out for 2")?;
+        self.at_least_one("pp-chunks", a.pp_chunks, "or leave it out")?;
         self.at_least_one("keep", a.keep, "or leave it out to keep 2")?;
         self.at_least_one("steps", a.steps, "such as 300")?;
         self.at_least_one("save-every", a.save_every, "or leave it out to save every 500 steps")?;
@@ -210,9 +211,17 @@ impl Check<'_> {
         let no_pipeline = "has no effect without a pipeline";
         needs("pp-schedule", a.pp_schedule.is_some(), no_pipeline, piped, mend)?;
         needs("pp-split", !a.pp_split.is_empty(), no_pipeline, piped, mend)?;
-        let interleaved = a.pp_schedule == Some(PipelineSchedule::Interleaved);
-        let mend = "add --pp-schedule interleaved, or leave it out";
-        needs("pp-chunks", a.pp_chunks.is_some(), "has no effect while stages have one chunk", interleaved, mend)?;
+        let (interleaved, zero_bubble) = (PipelineSchedule::Interleaved, PipelineSchedule::ZeroBubble);
+        let chunked = a.pp_schedule.is_some_and(|s| s == interleaved || s == zero_bubble);
+        let mend = "add --pp-schedule interleaved or zero-bubble, or leave it out";
+        needs("pp-chunks", a.pp_chunks.is_some(), "has no effect while stages have one chunk", chunked, mend)?;
+        needs(
+            "pp-chunks",
+            a.pp_schedule == Some(zero_bubble) && a.pp_chunks.is_some_and(|chunks| chunks > 2),
+            "is more than stages have with --pp-schedule zero-bubble",
+            false,
+            "use 1 (ZB-H1) or 2 (ZB-V), or --pp-schedule interleaved",
+        )?;
         let evaluated = a.eval_every != Some(0);
         needs(
             "eval-data",

@@ -2,7 +2,7 @@ use gpurun_device::{Attention, AttentionBackward, AttentionShape, DeviceError, R
 use gpurun_types::{DType, View};
 
 use super::scratch::workspace;
-use crate::layers::{BackwardIo, Capabilities, ForwardIo, Layer, Linear};
+use crate::layers::{BackwardIo, Capabilities, ForwardIo, Layer, Linear, WeightsIo};
 use crate::views::Split;
 use crate::{BatchShape, Cx, ModelError, Param, Tensor};
 
@@ -125,6 +125,15 @@ impl SelfAttention {
         )
     }
 
+    /// The gradient of queries, keys and values before rotation, into `dqkv`.
+    fn gradient(&self, cx: &Cx<'_>, io: BackwardIo<'_>, dqkv: View) -> Result<(), DeviceError> {
+        let dout = cx.scratch[1];
+        self.out.backward_x(cx, &io.weights[self.qkv.param_count()..], io.dy, dout, None)?;
+        let forward = self.attention(cx, io.saved);
+        cx.backend.attention_backward(cx.lane, AttentionBackward { forward, dout, dqkv })?;
+        self.rotate(cx, dqkv, true)
+    }
+
     fn attention(&self, cx: &Cx<'_>, saved: &[View]) -> Attention {
         Attention {
             qkv: saved[0],
@@ -182,7 +191,7 @@ impl Layer for SelfAttention {
     }
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities { add: true, carry: true, dx_over_x: true, ..Capabilities::default() }
+        Capabilities { add: true, carry: true, dx_over_x: true, input_without_x: true, ..Capabilities::default() }
     }
 
     fn forward(&self, cx: &Cx<'_>, io: ForwardIo<'_>) -> Result<(), DeviceError> {
@@ -197,16 +206,32 @@ impl Layer for SelfAttention {
     }
 
     fn backward(&self, cx: &Cx<'_>, io: BackwardIo<'_>) -> Result<(), DeviceError> {
-        let (dout, dqkv) = (cx.scratch[1], cx.scratch[2]);
-        let (qkv_weights, out_weights) = io.weights.split_at(self.qkv.param_count());
+        let dqkv = cx.scratch[2];
         let (qkv_grads, out_grads) = io.grads.split_at(self.qkv.param_count());
         self.out.backward_params(cx, out_grads, io.saved[1], io.dy)?;
-        self.out.backward_input(cx, out_weights, io.dy, dout, None)?;
-        let forward = self.attention(cx, io.saved);
-        cx.backend.attention_backward(cx.lane, AttentionBackward { forward, dout, dqkv })?;
-        self.rotate(cx, dqkv, true)?;
+        self.gradient(cx, io, dqkv)?;
         // Parameters first: `dx` may be `x`.
         self.qkv.backward_params(cx, qkv_grads, io.x, dqkv)?;
-        self.qkv.backward_input(cx, qkv_weights, dqkv, io.dx, io.carry)
+        self.qkv.backward_x(cx, &io.weights[..self.qkv.param_count()], dqkv, io.dx, io.carry)
+    }
+
+    fn deferred(&self, shape: BatchShape, dtype: DType) -> Option<Vec<Tensor>> {
+        let elements = shape.tokens() * self.qkv.output_width();
+        Some(vec![Tensor { name: "qkv gradient", elements, dtype }])
+    }
+
+    fn weights_flops_per_token(&self) -> f64 {
+        self.qkv.weights_flops_per_token() + self.out.weights_flops_per_token()
+    }
+
+    fn backward_input(&self, cx: &Cx<'_>, io: BackwardIo<'_>, deferred: &[View]) -> Result<(), DeviceError> {
+        self.gradient(cx, io, deferred[0])?;
+        self.qkv.backward_x(cx, &io.weights[..self.qkv.param_count()], deferred[0], io.dx, io.carry)
+    }
+
+    fn backward_weights(&self, cx: &Cx<'_>, io: WeightsIo<'_>) -> Result<(), DeviceError> {
+        let (qkv_grads, out_grads) = io.grads.split_at(self.qkv.param_count());
+        self.out.backward_params(cx, out_grads, io.saved[1], io.dy)?;
+        self.qkv.backward_params(cx, qkv_grads, io.x, io.deferred[0])
     }
 }

@@ -16,6 +16,8 @@ pub struct Capabilities {
     pub dx_over_dy: bool,
     /// The forward costs little beside its neighbours, so its output is computed again in the backward and not kept.
     pub cheap: bool,
+    /// [`Layer::backward_input`] does not read `x`.
+    pub input_without_x: bool,
 }
 
 /// What a forward works on. `[tokens, width]` tensors are row-major and of type `cx.dtype`.
@@ -48,8 +50,25 @@ pub struct BackwardIo<'a> {
     pub dx: View,
     /// `[tokens, input_width]`, added to `dx`; given only to a layer with [`Capabilities::carry`]. Never `dx`.
     pub carry: Option<View>,
-    /// The tensors of [`Layer::saved`], as the forward left them; may be overwritten.
+    /// The tensors of [`Layer::saved`], as the forward left them; may be overwritten, but for what a second part reads.
     pub saved: &'a [View],
+}
+
+/// What the second part of a split backward works on.
+#[derive(Clone, Copy)]
+pub struct WeightsIo<'a> {
+    /// The parameters, in the order of [`Layer::params`].
+    pub weights: &'a [View],
+    /// fp32 gradients of the parameters, to be added to.
+    pub grads: &'a [View],
+    /// `[tokens, input_width]`: the forward's input.
+    pub x: View,
+    /// `[tokens, output_width]`: gradient of the forward's output.
+    pub dy: View,
+    /// The tensors of [`Layer::saved`], as the first part left them.
+    pub saved: &'a [View],
+    /// The tensors of [`Layer::deferred`], as the first part left them.
+    pub deferred: &'a [View],
 }
 
 /// What a restoration works on.
@@ -66,7 +85,7 @@ pub struct RestoreIo<'a> {
 
 /// A map from `[tokens, input_width]` to `[tokens, output_width]` with its gradient.
 ///
-/// How many tensors `saved` and `params` list must not depend on the batch. `cx.scratch` holds the views of
+/// How many tensors `saved`, `deferred` and `params` list must not depend on the batch. `cx.scratch` holds the views of
 /// [`Layer::scratch`].
 pub trait Layer: Send + Sync {
     /// A few words for messages, for example `linear mlp.c_fc`.
@@ -124,4 +143,26 @@ pub trait Layer: Send + Sync {
 
     /// Adds to `grads`, and computes `dx`.
     fn backward(&self, cx: &Cx<'_>, io: BackwardIo<'_>) -> Result<(), DeviceError>;
+
+    /// What [`Layer::backward_input`] leaves for [`Layer::backward_weights`] besides the input, the gradient of the output and
+    /// the saved tensors, which both see; `None`, when the first does the whole backward and the second nothing.
+    fn deferred(&self, _shape: BatchShape, _dtype: DType) -> Option<Vec<Tensor>> {
+        None
+    }
+
+    /// Floating-point operations of [`Layer::backward_weights`] for one token.
+    fn weights_flops_per_token(&self) -> f64 {
+        0.0
+    }
+
+    /// The first part of a backward: computes `dx`, fills `deferred`, and adds to `grads` what the second part does not. With
+    /// [`Capabilities::input_without_x`], `io.x` may hold anything; the second part sees the forward's input.
+    fn backward_input(&self, cx: &Cx<'_>, io: BackwardIo<'_>, _deferred: &[View]) -> Result<(), DeviceError> {
+        self.backward(cx, io)
+    }
+
+    /// The second part: adds the rest to `grads`. Both parts together give the bits of [`Layer::backward`].
+    fn backward_weights(&self, _cx: &Cx<'_>, _io: WeightsIo<'_>) -> Result<(), DeviceError> {
+        Ok(())
+    }
 }

@@ -1,9 +1,9 @@
 use gpurun_device::{DeviceError, Matmul};
-use gpurun_types::View;
+use gpurun_types::{DType, View};
 
-use crate::layers::{BackwardIo, Capabilities, ForwardIo, Layer};
+use crate::layers::{BackwardIo, Capabilities, ForwardIo, Layer, WeightsIo};
 use crate::views::{JOIN_ALIGN, join};
-use crate::{Cx, Init, ModelError, Param};
+use crate::{BatchShape, Cx, Init, ModelError, Param, Tensor};
 
 /// `y = x · Wᵀ (+ b)`, with `W` stored `[out, in]`.
 ///
@@ -97,7 +97,7 @@ impl Linear {
     }
 
     /// `dx = dy · W (+ carry)`.
-    pub(super) fn backward_input(
+    pub(super) fn backward_x(
         &self,
         cx: &Cx<'_>,
         weights: &[View],
@@ -160,7 +160,7 @@ impl Layer for Linear {
     }
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities { add: true, carry: true, dx_over_x: true, ..Capabilities::default() }
+        Capabilities { add: true, carry: true, dx_over_x: true, input_without_x: true, ..Capabilities::default() }
     }
 
     fn forward(&self, cx: &Cx<'_>, io: ForwardIo<'_>) -> Result<(), DeviceError> {
@@ -186,6 +186,22 @@ impl Layer for Linear {
     fn backward(&self, cx: &Cx<'_>, io: BackwardIo<'_>) -> Result<(), DeviceError> {
         // Parameters first: `dx` may be `x`.
         self.backward_params(cx, io.grads, io.x, io.dy)?;
-        self.backward_input(cx, io.weights, io.dy, io.dx, io.carry)
+        self.backward_x(cx, io.weights, io.dy, io.dx, io.carry)
+    }
+
+    fn deferred(&self, _shape: BatchShape, _dtype: DType) -> Option<Vec<Tensor>> {
+        Some(Vec::new())
+    }
+
+    fn weights_flops_per_token(&self) -> f64 {
+        2.0 * self.input as f64 * self.output as f64
+    }
+
+    fn backward_input(&self, cx: &Cx<'_>, io: BackwardIo<'_>, _deferred: &[View]) -> Result<(), DeviceError> {
+        self.backward_x(cx, io.weights, io.dy, io.dx, io.carry)
+    }
+
+    fn backward_weights(&self, cx: &Cx<'_>, io: WeightsIo<'_>) -> Result<(), DeviceError> {
+        self.backward_params(cx, io.grads, io.x, io.dy)
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! A [`Layer`] maps `[tokens, input_width]` to `[tokens, output_width]`. [`Sequence`] chains layers and [`Residual`] adds a
 //! layer's input to its output; both derive the backward from their parts, so a model made of library layers has none of
-//! its own. [`LayerUnit`] makes a unit of a layer; [`EmbeddingUnit`] and [`LossHead`] are the two ends of the chain.
+//! its own, whole or in two parts (gradient of the input, gradients of the weights). [`LayerUnit`] makes a unit of a layer; [`EmbeddingUnit`] and [`LossHead`] are the two ends of the chain.
 //!
 //! ```
 //! use gpurun_model::layers::{Gelu, LayerUnit, Linear, Norm, Residual, Sequence};
@@ -28,6 +28,7 @@ mod layer;
 mod linear;
 mod loss_head;
 mod norm;
+mod places;
 mod residual;
 mod scratch;
 mod sequence;
@@ -36,7 +37,7 @@ mod unit;
 pub use activation::{Gelu, SwiGlu};
 pub use attention::{AttentionConfig, Projections, RopeConfig, SelfAttention};
 pub use embedding::EmbeddingUnit;
-pub use layer::{BackwardIo, Capabilities, ForwardIo, Layer, RestoreIo};
+pub use layer::{BackwardIo, Capabilities, ForwardIo, Layer, RestoreIo, WeightsIo};
 pub use linear::Linear;
 pub use loss_head::LossHead;
 pub use norm::Norm;

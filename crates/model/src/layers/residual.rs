@@ -1,7 +1,7 @@
 use gpurun_device::{DeviceError, ScratchSizes};
 use gpurun_types::{DType, View};
 
-use crate::layers::{BackwardIo, ForwardIo, Layer, RestoreIo};
+use crate::layers::{BackwardIo, ForwardIo, Layer, RestoreIo, WeightsIo};
 use crate::{BatchShape, Cx, ModelError, Param, Tensor};
 
 /// `y = x + inner(x)`.
@@ -35,6 +35,11 @@ impl Residual {
     /// Number of own scratch tensors: fp32 copies, as backends add in fp32 only.
     fn own_scratch(&self, dtype: DType) -> usize {
         if self.fused() || dtype == DType::F32 { 0 } else { 2 }
+    }
+
+    /// What the inner layer sees.
+    fn within<'a>(&self, cx: &Cx<'a>) -> Cx<'a> {
+        Cx { scratch: &cx.scratch[self.own_scratch(cx.dtype)..], ..*cx }
     }
 
     /// `y += x`.
@@ -80,7 +85,7 @@ impl Layer for Residual {
     }
 
     fn restore(&self, cx: &Cx<'_>, io: RestoreIo<'_>) -> Result<(), DeviceError> {
-        self.inner.restore(&Cx { scratch: &cx.scratch[self.own_scratch(cx.dtype)..], ..*cx }, io)
+        self.inner.restore(&self.within(cx), io)
     }
 
     fn scratch(&self, sizes: &dyn ScratchSizes, shape: BatchShape, dtype: DType) -> Vec<Tensor> {
@@ -95,16 +100,33 @@ impl Layer for Residual {
     }
 
     fn forward(&self, cx: &Cx<'_>, io: ForwardIo<'_>) -> Result<(), DeviceError> {
-        let inner = Cx { scratch: &cx.scratch[self.own_scratch(cx.dtype)..], ..*cx };
         let fuse = self.inner.capabilities().add;
-        self.inner.forward(&inner, ForwardIo { add: fuse.then_some(io.x), ..io })?;
+        self.inner.forward(&self.within(cx), ForwardIo { add: fuse.then_some(io.x), ..io })?;
         if fuse { Ok(()) } else { self.add(cx, io.x, io.y) }
     }
 
     fn backward(&self, cx: &Cx<'_>, io: BackwardIo<'_>) -> Result<(), DeviceError> {
-        let inner = Cx { scratch: &cx.scratch[self.own_scratch(cx.dtype)..], ..*cx };
         let fuse = self.inner.capabilities().carry;
-        self.inner.backward(&inner, BackwardIo { carry: fuse.then_some(io.dy), ..io })?;
+        self.inner.backward(&self.within(cx), BackwardIo { carry: fuse.then_some(io.dy), ..io })?;
         if fuse { Ok(()) } else { self.add(cx, io.dy, io.dx) }
+    }
+
+    fn deferred(&self, shape: BatchShape, dtype: DType) -> Option<Vec<Tensor>> {
+        self.inner.deferred(shape, dtype)
+    }
+
+    fn weights_flops_per_token(&self) -> f64 {
+        self.inner.weights_flops_per_token()
+    }
+
+    fn backward_input(&self, cx: &Cx<'_>, io: BackwardIo<'_>, deferred: &[View]) -> Result<(), DeviceError> {
+        let fuse = self.inner.capabilities().carry;
+        let inner = BackwardIo { carry: fuse.then_some(io.dy), ..io };
+        self.inner.backward_input(&self.within(cx), inner, deferred)?;
+        if fuse { Ok(()) } else { self.add(cx, io.dy, io.dx) }
+    }
+
+    fn backward_weights(&self, cx: &Cx<'_>, io: WeightsIo<'_>) -> Result<(), DeviceError> {
+        self.inner.backward_weights(&self.within(cx), io)
     }
 }

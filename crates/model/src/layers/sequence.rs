@@ -1,8 +1,9 @@
 use gpurun_device::{DeviceError, ScratchSizes};
 use gpurun_types::{DType, View};
 
+use super::places::{Assignment, Place, Places};
 use super::scratch::{merge, serve};
-use crate::layers::{BackwardIo, Capabilities, ForwardIo, Layer, RestoreIo};
+use crate::layers::{BackwardIo, Capabilities, ForwardIo, Layer, RestoreIo, WeightsIo};
 use crate::views::Split;
 use crate::{BatchShape, Cx, ModelError, Param, Tensor};
 
@@ -17,15 +18,6 @@ pub enum Activations {
     Kept,
 }
 
-/// Where a tensor between two layers lives.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Place {
-    /// In the sequence's own saved tensors.
-    Saved(usize),
-    /// In the sequence's own scratch.
-    Slot(usize),
-}
-
 /// Layers one after the other.
 ///
 /// The backward of each layer finds its input in a saved tensor, or computes it again from the one before, and hands its
@@ -34,12 +26,16 @@ pub struct Sequence {
     layers: Vec<Box<dyn Layer>>,
     /// Parameters and saved tensors of each layer.
     counts: Vec<(usize, usize)>,
-    /// Where the output of each layer but the last lives.
-    between: Vec<Place>,
-    /// Where the gradient of that output goes.
-    gradients: Vec<Place>,
+    /// Number of tensors that each layer defers, where it has a backward in two parts.
+    deferred: Vec<Option<usize>>,
+    /// In forwards, and in a backward that is whole.
+    whole: Places,
+    /// In a backward of two parts.
+    parts: Places,
     /// Width of each saved output.
     saved_widths: Vec<usize>,
+    /// Width of each gradient that is kept for the second part.
+    deferred_widths: Vec<usize>,
     /// Width of each scratch slot.
     slot_widths: Vec<usize>,
 }
@@ -75,7 +71,23 @@ impl Sequence {
         // The number of saved tensors does not depend on the batch: any shape counts them.
         let one = BatchShape { batch: 1, seq: 1 };
         let counts = layers.iter().map(|l| (l.params().len(), l.saved(one, DType::F32).len())).collect();
-        Ok(Assignment::of(&layers, activations).into_sequence(layers, counts))
+        let deferred: Vec<Option<usize>> =
+            layers.iter().map(|l| l.deferred(one, DType::F32).map(|tensors| tensors.len())).collect();
+        let whole = Assignment::of(&layers, activations, None);
+        let parts = Assignment::of(&layers, activations, Some(&deferred));
+        let slots = whole.slot_widths.len().max(parts.slot_widths.len());
+        let width = |widths: &[usize], slot| widths.get(slot).copied().unwrap_or(0);
+        let widest = |slot| width(&whole.slot_widths, slot).max(width(&parts.slot_widths, slot));
+        Ok(Self {
+            slot_widths: (0..slots).map(widest).collect(),
+            saved_widths: whole.saved_widths,
+            deferred_widths: parts.deferred_widths,
+            whole: Places { between: whole.between, gradients: whole.gradients },
+            parts: Places { between: parts.between, gradients: parts.gradients },
+            layers,
+            counts,
+            deferred,
+        })
     }
 
     fn last(&self) -> usize {
@@ -87,7 +99,7 @@ impl Sequence {
     /// arithmetic whatever its width, so the widest frees most memory for each kernel that runs again.
     fn restores(&self, i: usize) -> bool {
         let ends = self.input_width().max(self.output_width());
-        let kept = matches!(self.between.get(i), Some(Place::Saved(_)));
+        let kept = matches!(self.whole.between.get(i), Some(Place::Saved(_)));
         kept && self.layers[i].output_width() > ends && self.counts[i].1 == 0
     }
 
@@ -112,13 +124,59 @@ impl Sequence {
         self.counts.iter().map(|c| split.take(count(c))).collect()
     }
 
+    /// The own deferred tensors, and those of each layer.
+    fn cut_deferred<'a>(&self, views: &'a [View]) -> (&'a [View], Vec<&'a [View]>) {
+        let (own, rest) = views.split_at(self.deferred_widths.len());
+        let mut split = Split::new(rest);
+        (own, self.deferred.iter().map(|count| split.take(count.unwrap_or(0))).collect())
+    }
+
     /// The view of `width` elements a token at `place`.
-    fn at(&self, cx: &Cx<'_>, own_saved: &[View], place: Place, width: usize) -> View {
+    fn at(&self, cx: &Cx<'_>, [saved, deferred]: [&[View]; 2], place: Place, width: usize) -> View {
         let whole = match place {
-            Place::Saved(i) => own_saved[i],
+            Place::Saved(i) => saved[i],
             Place::Slot(i) => cx.scratch[i],
+            Place::Deferred(i) => deferred[i],
         };
         whole.slice(0, cx.shape.tokens() * width)
+    }
+
+    /// The backward, or with `deferred` its first part.
+    fn run_backward(&self, cx: &Cx<'_>, io: BackwardIo<'_>, deferred: Option<&[View]>) -> Result<(), DeviceError> {
+        let (own_saved, saved) = io.saved.split_at(self.saved_widths.len());
+        let (weights, saved) = (self.cut(io.weights, |c| c.0), self.cut(saved, |c| c.1));
+        let grads = self.cut(io.grads, |c| c.0);
+        let (own_deferred, left) = deferred.map(|views| self.cut_deferred(views)).unzip();
+        let places = if deferred.is_some() { &self.parts } else { &self.whole };
+        let own = [own_saved, own_deferred.unwrap_or_default()];
+        let scratch = self.child_scratch(cx);
+        let child = |i: usize| Cx { scratch: &scratch[i], ..*cx };
+        // Output of layer `i - 1`, which is the input of layer `i`.
+        let input = |i: usize| match i {
+            0 => io.x,
+            _ => self.at(cx, own, places.between[i - 1], self.layers[i].input_width()),
+        };
+        let mut dy = io.dy;
+        for (i, layer) in self.layers.iter().enumerate().rev() {
+            let x = input(i);
+            let unread = deferred.is_some() && layer.capabilities().input_without_x;
+            if i > 0 && matches!(places.between[i - 1], Place::Slot(_)) && !unread {
+                let again =
+                    ForwardIo { weights: weights[i - 1], x: input(i - 1), y: x, add: None, saved: saved[i - 1] };
+                self.layers[i - 1].forward(&child(i - 1), again)?;
+            }
+            let (dx, carry) = match i {
+                0 => (io.dx, io.carry),
+                _ => (self.at(cx, own, places.gradients[i - 1], layer.input_width()), None),
+            };
+            let part = BackwardIo { weights: weights[i], grads: grads[i], x, dy, dx, carry, saved: saved[i] };
+            match &left {
+                None => layer.backward(&child(i), part)?,
+                Some(left) => layer.backward_input(&child(i), part, left[i])?,
+            }
+            dy = dx;
+        }
+        Ok(())
     }
 }
 
@@ -147,9 +205,9 @@ impl Layer for Sequence {
 
     /// Own outputs first (see `restores`), then what the layers restore of theirs.
     fn restorable(&self) -> Vec<usize> {
-        let own = (0..self.last()).filter(|&i| self.restores(i)).filter_map(|i| match self.between[i] {
+        let own = (0..self.last()).filter(|&i| self.restores(i)).filter_map(|i| match self.whole.between[i] {
             Place::Saved(at) => Some(at),
-            Place::Slot(_) => None,
+            Place::Slot(_) | Place::Deferred(_) => None,
         });
         let mut all: Vec<usize> = own.collect();
         let mut first = self.saved_widths.len();
@@ -176,7 +234,7 @@ impl Layer for Sequence {
         let (weights, saved) = (self.cut(io.weights, |c| c.0), self.cut(saved, |c| c.1));
         let scratch = self.child_scratch(cx);
         let child = |i: usize| Cx { scratch: &scratch[i], ..*cx };
-        let output = |i: usize| self.at(cx, own, self.between[i], self.layers[i].output_width());
+        let output = |i: usize| self.at(cx, [own, &[]], self.whole.between[i], self.layers[i].output_width());
         let input = |i: usize| if i == 0 { io.x } else { output(i - 1) };
         let forward = |i: usize| {
             let again = ForwardIo { weights: weights[i], x: input(i), y: output(i), add: None, saved: saved[i] };
@@ -185,7 +243,7 @@ impl Layer for Sequence {
         for (i, layer) in self.layers.iter().enumerate() {
             let inner = !layer.restorable().is_empty();
             // A cheap layer's output was kept nowhere; what it is made of was.
-            if (inner || self.restores(i)) && i > 0 && matches!(self.between[i - 1], Place::Slot(_)) {
+            if (inner || self.restores(i)) && i > 0 && matches!(self.whole.between[i - 1], Place::Slot(_)) {
                 forward(i - 1)?;
             }
             if inner {
@@ -221,8 +279,8 @@ impl Layer for Sequence {
         let scratch = self.child_scratch(cx);
         let mut x = io.x;
         for (i, layer) in self.layers.iter().enumerate() {
-            let (y, add) = match self.between.get(i) {
-                Some(&place) => (self.at(cx, own, place, layer.output_width()), None),
+            let (y, add) = match self.whole.between.get(i) {
+                Some(&place) => (self.at(cx, [own, &[]], place, layer.output_width()), None),
                 None => (io.y, io.add),
             };
             let child = Cx { scratch: &scratch[i], ..*cx };
@@ -233,121 +291,49 @@ impl Layer for Sequence {
     }
 
     fn backward(&self, cx: &Cx<'_>, io: BackwardIo<'_>) -> Result<(), DeviceError> {
-        let (own, saved) = io.saved.split_at(self.saved_widths.len());
+        self.run_backward(cx, io, None)
+    }
+
+    /// Gradients of outputs of layers that have a second part, then what the layers defer.
+    fn deferred(&self, shape: BatchShape, dtype: DType) -> Option<Vec<Tensor>> {
+        if self.deferred.iter().all(Option::is_none) {
+            return None;
+        }
+        let gradient = |width| Tensor { name: "hidden gradient", elements: shape.tokens() * width, dtype };
+        let own = self.deferred_widths.iter().map(gradient);
+        Some(own.chain(self.layers.iter().filter_map(|l| l.deferred(shape, dtype)).flatten()).collect())
+    }
+
+    fn weights_flops_per_token(&self) -> f64 {
+        self.layers.iter().map(|l| l.weights_flops_per_token()).sum()
+    }
+
+    fn backward_input(&self, cx: &Cx<'_>, io: BackwardIo<'_>, deferred: &[View]) -> Result<(), DeviceError> {
+        self.run_backward(cx, io, Some(deferred))
+    }
+
+    fn backward_weights(&self, cx: &Cx<'_>, io: WeightsIo<'_>) -> Result<(), DeviceError> {
+        let (own_saved, saved) = io.saved.split_at(self.saved_widths.len());
         let (weights, saved) = (self.cut(io.weights, |c| c.0), self.cut(saved, |c| c.1));
         let grads = self.cut(io.grads, |c| c.0);
+        let (own_deferred, left) = self.cut_deferred(io.deferred);
+        let own = [own_saved, own_deferred];
         let scratch = self.child_scratch(cx);
         let child = |i: usize| Cx { scratch: &scratch[i], ..*cx };
-        // Output of layer `i - 1`, which is the input of layer `i`.
-        let input = |i: usize| match i {
-            0 => io.x,
-            _ => self.at(cx, own, self.between[i - 1], self.layers[i].input_width()),
-        };
-        let mut dy = io.dy;
-        for (i, layer) in self.layers.iter().enumerate().rev() {
+        let output = |i: usize, places: &[Place]| self.at(cx, own, places[i], self.layers[i].output_width());
+        let input = |i: usize| if i == 0 { io.x } else { output(i - 1, &self.parts.between) };
+        for (i, layer) in self.layers.iter().enumerate().rev().filter(|(i, _)| self.deferred[*i].is_some()) {
             let x = input(i);
-            if i > 0 && matches!(self.between[i - 1], Place::Slot(_)) {
+            if i > 0 && matches!(self.parts.between[i - 1], Place::Slot(_)) {
                 let again =
                     ForwardIo { weights: weights[i - 1], x: input(i - 1), y: x, add: None, saved: saved[i - 1] };
                 self.layers[i - 1].forward(&child(i - 1), again)?;
             }
-            let (dx, carry) = match i {
-                0 => (io.dx, io.carry),
-                _ => (self.at(cx, own, self.gradients[i - 1], layer.input_width()), None),
-            };
-            let part = BackwardIo { weights: weights[i], grads: grads[i], x, dy, dx, carry, saved: saved[i] };
-            layer.backward(&child(i), part)?;
-            dy = dx;
+            let dy = if i == self.last() { io.dy } else { output(i, &self.parts.gradients) };
+            let part = WeightsIo { weights: weights[i], grads: grads[i], x, dy, saved: saved[i], deferred: left[i] };
+            layer.backward_weights(&child(i), part)?;
         }
         Ok(())
-    }
-}
-
-/// Places tensors between layers, by walking the backward once.
-struct Assignment {
-    between: Vec<Place>,
-    gradients: Vec<Place>,
-    saved_widths: Vec<usize>,
-    slot_widths: Vec<usize>,
-    busy: Vec<bool>,
-}
-
-impl Assignment {
-    fn of(layers: &[Box<dyn Layer>], activations: Activations) -> Self {
-        let gaps = layers.len() - 1;
-        let mut this = Self {
-            between: Vec::with_capacity(gaps),
-            gradients: vec![Place::Slot(usize::MAX); gaps],
-            saved_widths: Vec::new(),
-            slot_widths: Vec::new(),
-            busy: Vec::new(),
-        };
-        let mut kept_before = true;
-        for layer in &layers[..gaps] {
-            // Computing a tensor again needs the one before it, so of two cheap layers in a row the first keeps its output.
-            let again = activations == Activations::Lean && layer.capabilities().cheap && kept_before;
-            kept_before = !again;
-            if again {
-                this.between.push(Place::Slot(usize::MAX));
-            } else {
-                this.between.push(Place::Saved(this.saved_widths.len()));
-                this.saved_widths.push(layer.output_width());
-            }
-        }
-        this.walk_backward(layers);
-        this
-    }
-
-    fn walk_backward(&mut self, layers: &[Box<dyn Layer>]) {
-        let mut dy: Option<Place> = None;
-        for (i, layer) in layers.iter().enumerate().rev() {
-            if i == 0 {
-                break;
-            }
-            let (can, width) = (layer.capabilities(), layer.input_width());
-            if matches!(self.between[i - 1], Place::Slot(_)) {
-                self.between[i - 1] = self.slot(width);
-            }
-            let x = self.between[i - 1];
-            let over_dy = dy.filter(|_| can.dx_over_dy && layer.output_width() == width);
-            let dx = match over_dy {
-                _ if can.dx_over_x => x,
-                Some(place) => place,
-                None => self.slot(width),
-            };
-            self.gradients[i - 1] = dx;
-            for done in [Some(x), dy].into_iter().flatten().filter(|&place| place != dx) {
-                if let Place::Slot(slot) = done {
-                    self.busy[slot] = false;
-                }
-            }
-            dy = Some(dx);
-        }
-    }
-
-    /// A free slot of at least `width` elements a token: the free one that needs the least growth, or a new one.
-    fn slot(&mut self, width: usize) -> Place {
-        let free = (0..self.busy.len()).filter(|&i| !self.busy[i]);
-        let best = free.min_by_key(|&i| (width.saturating_sub(self.slot_widths[i]), self.slot_widths[i]));
-        let slot = best.unwrap_or_else(|| {
-            self.busy.push(false);
-            self.slot_widths.push(0);
-            self.busy.len() - 1
-        });
-        self.busy[slot] = true;
-        self.slot_widths[slot] = self.slot_widths[slot].max(width);
-        Place::Slot(slot)
-    }
-
-    fn into_sequence(self, layers: Vec<Box<dyn Layer>>, counts: Vec<(usize, usize)>) -> Sequence {
-        Sequence {
-            layers,
-            counts,
-            between: self.between,
-            gradients: self.gradients,
-            saved_widths: self.saved_widths,
-            slot_widths: self.slot_widths,
-        }
     }
 }
 
@@ -364,9 +350,10 @@ mod tests {
             || layers![Norm::layer("n", 8, 1e-5), Linear::new("a", 8, 32), Gelu::new(32), Linear::new("b", 32, 8)];
         let lean = Sequence::new(parts()).unwrap();
         assert_eq!((lean.saved_widths.as_slice(), lean.slot_widths.as_slice()), (&[32][..], &[32, 8][..]));
-        assert_eq!(lean.gradients, [Place::Slot(1), Place::Slot(0), Place::Slot(0)]);
+        assert_eq!(lean.whole.gradients, [Place::Slot(1), Place::Slot(0), Place::Slot(0)]);
         let kept = Sequence::with(parts(), Activations::Kept).unwrap();
-        assert_eq!((kept.saved_widths.as_slice(), kept.slot_widths.len()), (&[8, 32, 32][..], 0));
+        // One slot, for a backward in two parts, which writes over no saved tensor.
+        assert_eq!((kept.saved_widths.as_slice(), kept.slot_widths.as_slice()), (&[8, 32, 32][..], &[32][..]));
     }
 
     #[test]
@@ -375,7 +362,7 @@ mod tests {
         let parts = layers![Norm::rms("n", 8, 1e-5), Linear::new("a", 8, 48), SwiGlu::new(24), Linear::new("b", 24, 8)];
         let lean = Sequence::new(parts).unwrap();
         assert_eq!((lean.saved_widths.as_slice(), lean.slot_widths.as_slice()), (&[48][..], &[24][..]));
-        assert_eq!(lean.gradients, [Place::Slot(0), Place::Saved(0), Place::Slot(0)]);
+        assert_eq!(lean.whole.gradients, [Place::Slot(0), Place::Saved(0), Place::Slot(0)]);
     }
 
     #[test]
@@ -383,7 +370,11 @@ mod tests {
         let _limit = testkit::time_limit(10);
         let parts = layers![Norm::rms("n", 8, 1e-5), Gelu::new(8), Gelu::new(8), Linear::new("b", 8, 8)];
         let lean = Sequence::new(parts).unwrap();
-        assert!(matches!(lean.between[..], [Place::Slot(_), Place::Saved(0), Place::Slot(_)]), "{:?}", lean.between);
+        assert!(
+            matches!(lean.whole.between[..], [Place::Slot(_), Place::Saved(0), Place::Slot(_)]),
+            "{:?}",
+            lean.whole.between
+        );
     }
 
     #[test]

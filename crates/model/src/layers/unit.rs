@@ -1,7 +1,7 @@
 use gpurun_device::{DeviceError, ScratchSizes};
 use gpurun_types::{DType, View};
 
-use crate::layers::{BackwardIo, ForwardIo, Layer, RestoreIo};
+use crate::layers::{BackwardIo, ForwardIo, Layer, RestoreIo, WeightsIo};
 use crate::{BatchShape, Cx, Param, Tensor, Unit};
 
 /// A layer as a unit of the chain: one link between embedding and loss.
@@ -85,5 +85,42 @@ impl Unit for LayerUnit {
     ) -> Result<(), DeviceError> {
         let (x, dy, dx) = (x.expect(EDGES), dy.expect(EDGES), dx.expect(EDGES));
         self.layer.backward(cx, BackwardIo { weights, grads, x, dy, dx, carry: None, saved })
+    }
+
+    fn deferred(&self, shape: BatchShape, dtype: DType) -> Option<Vec<Tensor>> {
+        self.layer.deferred(shape, dtype)
+    }
+
+    fn weights_flops_per_token(&self) -> f64 {
+        self.layer.weights_flops_per_token()
+    }
+
+    fn backward_input(
+        &self,
+        cx: &Cx<'_>,
+        weights: &[View],
+        grads: &[View],
+        x: Option<View>,
+        dy: Option<View>,
+        dx: Option<View>,
+        saved: &[View],
+        deferred: &[View],
+    ) -> Result<(), DeviceError> {
+        let (x, dy, dx) = (x.expect(EDGES), dy.expect(EDGES), dx.expect(EDGES));
+        self.layer.backward_input(cx, BackwardIo { weights, grads, x, dy, dx, carry: None, saved }, deferred)
+    }
+
+    fn backward_weights(
+        &self,
+        cx: &Cx<'_>,
+        weights: &[View],
+        grads: &[View],
+        x: Option<View>,
+        dy: Option<View>,
+        saved: &[View],
+        deferred: &[View],
+    ) -> Result<(), DeviceError> {
+        let (x, dy) = (x.expect(EDGES), dy.expect(EDGES));
+        self.layer.backward_weights(cx, WeightsIo { weights, grads, x, dy, saved, deferred })
     }
 }
