@@ -19,7 +19,7 @@ mod probe;
 pub mod suite;
 
 pub use backend::{Backend, DeviceError, Mark, Raw, ScratchSizes};
-pub use cpu::{CpuBackend, CpuSizes};
+pub use cpu::{ArenaUse, CpuBackend, CpuSizes};
 pub use cuda::{
     CUDA_PATH_VARIABLE, CudaBackend, CudaLibrary, CudaSizes, CudnnAttention, Gpu, HostLink, KernelSource, KernelUnit,
     NCCL_PATH_VARIABLE, PeerLink, check_host_link, check_peer_link, compile_kernels, cuda_device_ids, cuda_gpus,

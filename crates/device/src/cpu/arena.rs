@@ -1,6 +1,7 @@
 //! One run of zeroed memory.
 
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use gpurun_types::{Bytes, Place};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
@@ -16,6 +17,8 @@ pub(super) struct Arena {
     start: NonNull<u8>,
     bytes: u64,
     place: Place,
+    /// Behind the last byte that an operation was given.
+    high_water: AtomicU64,
 }
 
 // SAFETY: the arena is plain memory; who may touch which bytes when is the plan's to prove (see `Backend`).
@@ -31,7 +34,12 @@ impl Arena {
             reason: std::io::Error::from(e).to_string(),
         };
         if bytes.0 == 0 {
-            return Ok(Self { start: NonNull::<u64>::dangling().cast(), bytes: 0, place });
+            return Ok(Self {
+                start: NonNull::<u64>::dangling().cast(),
+                bytes: 0,
+                place,
+                high_water: AtomicU64::new(0),
+            });
         }
         let length = usize::try_from(bytes.0).map_err(|_| failed(rustix::io::Errno::NOMEM))?;
         // SAFETY: a new anonymous map at an address of the system's choice aliases nothing.
@@ -44,7 +52,7 @@ impl Arena {
             let _ = unsafe { madvise(start, length, Advice::LinuxHugepage) };
         }
         let start = NonNull::new(start.cast()).ok_or_else(|| failed(rustix::io::Errno::NOMEM))?;
-        Ok(Self { start, bytes: bytes.0, place })
+        Ok(Self { start, bytes: bytes.0, place, high_water: AtomicU64::new(0) })
     }
 
     pub(super) fn start(&self) -> *mut u8 {
@@ -53,6 +61,15 @@ impl Arena {
 
     pub(super) fn bytes(&self) -> u64 {
         self.bytes
+    }
+
+    /// Notes that an operation is given the bytes up to `end`.
+    pub(super) fn reach(&self, end: u64) {
+        self.high_water.fetch_max(end, Ordering::Relaxed);
+    }
+
+    pub(super) fn high_water(&self) -> u64 {
+        self.high_water.load(Ordering::Relaxed)
     }
 
     pub(super) fn place(&self) -> Place {

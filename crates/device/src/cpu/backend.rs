@@ -1,14 +1,15 @@
 //! The operations as a [`Backend`]: every view is checked before anything is read or written.
 
 use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
 
 use gpurun_types::{ArenaId, Bytes, Lane, Place, View};
 
 use super::arena::Arena;
 use super::{CpuBackend, Result, shape};
 use crate::{
-    AdamW, Attention, AttentionBackward, Backend, CrossEntropy, Embedding, Mark, Matmul, NormBackward, NormForward,
-    NormRun, Rope, StepScalars,
+    AdamW, Attention, AttentionBackward, Backend, CrossEntropy, DeviceError, Embedding, Mark, Matmul, NormBackward,
+    NormForward, NormRun, Rope, StepScalars,
 };
 
 impl Backend for CpuBackend {
@@ -22,6 +23,10 @@ impl Backend for CpuBackend {
     }
 
     fn allocate(&self, place: Place, bytes: Bytes) -> Result<ArenaId> {
+        if self.sealed.load(Ordering::Relaxed) {
+            let reason = "the backend is sealed: all memory was to be there before the first step".to_owned();
+            return Err(DeviceError::OutOfMemory { place, bytes, reason });
+        }
         let arena = Arena::new(place, bytes)?;
         self.touch(&arena);
         let mut arenas = self.arenas.write().unwrap_or_else(PoisonError::into_inner);

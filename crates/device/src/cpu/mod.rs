@@ -21,9 +21,10 @@ mod rope;
 mod triad;
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
-use gpurun_types::{Bytes, DType, View};
+use gpurun_types::{Bytes, DType, Place, View};
 
 use crate::{AttentionShape, DeviceError, ScratchSizes};
 use arena::Arena;
@@ -37,6 +38,18 @@ pub struct CpuBackend {
     arenas: RwLock<Vec<Arena>>,
     spare: Mutex<Vec<Vec<f32>>>,
     angles: Mutex<Vec<Arc<rope::Angles>>>,
+    sealed: AtomicBool,
+}
+
+/// How far an arena of the CPU backend has been used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ArenaUse {
+    /// Whose memory it stands for.
+    pub place: Place,
+    /// Its size.
+    pub bytes: Bytes,
+    /// Behind the last byte that any operation, upload or download was given.
+    pub high_water: Bytes,
 }
 
 /// Fewest elements that are worth a piece of their own.
@@ -56,7 +69,28 @@ impl CpuBackend {
         let threads = threads.max(1);
         let pool = pool::Pool::new(threads)
             .map_err(|e| DeviceError::Failed { operation: "starting threads".into(), reason: e.to_string() })?;
-        Ok(Self { threads, pool, arenas: RwLock::default(), spare: Mutex::default(), angles: Mutex::default() })
+        Ok(Self {
+            threads,
+            pool,
+            arenas: RwLock::default(),
+            spare: Mutex::default(),
+            angles: Mutex::default(),
+            sealed: AtomicBool::new(false),
+        })
+    }
+
+    /// From now on an allocation is an error: for tests of those who promise to need none.
+    pub fn seal(&self) {
+        self.sealed.store(true, Ordering::Relaxed);
+    }
+
+    /// Every arena that has not been released, and how far it has been used.
+    #[must_use]
+    pub fn arenas_used(&self) -> Vec<ArenaUse> {
+        let arenas = self.arenas.read().unwrap_or_else(PoisonError::into_inner);
+        let used =
+            |a: &Arena| ArenaUse { place: a.place(), bytes: Bytes(a.bytes()), high_water: Bytes(a.high_water()) };
+        arenas.iter().filter(|a| a.bytes() > 0).map(used).collect()
     }
 
     /// Runs `body` on pieces of `0..items` of about `grain` items, in parallel. The pieces depend on the sizes only.
@@ -125,6 +159,7 @@ impl CpuBackend {
         let arena = &arenas[view.arena.0 as usize];
         assert!(view.offset + view.bytes() <= arena.bytes(), "{view:?} leaves its arena");
         assert!(view.offset.is_multiple_of(view.dtype.size() as u64), "{view:?} is not aligned");
+        arena.reach(view.offset + view.bytes());
         // SAFETY: the offset lies within the arena, or is its end for an empty view.
         unsafe { arena.start().add(view.offset as usize) }
     }

@@ -2,16 +2,20 @@
 #![allow(dead_code)] // each test file uses its own part
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::sync::Arc;
 
+use gpurun_checkpoint::Checkpoint;
 use gpurun_comm::{Fabric, FabricOptions};
 use gpurun_device::{Backend, CpuBackend, LossScaling};
+use gpurun_engine::checkpoint::{self, Position, Provenance};
 use gpurun_engine::{
-    AdamOptions, HostBatch, HostNetwork, Network, Session, SessionOptions, State, StepInputs, StepOutcome, Watcher,
+    AdamOptions, Control, HostBatch, HostNetwork, Network, Session, SessionOptions, State, StepInputs, StepOutcome,
+    Watcher,
 };
 use gpurun_model::{BatchShape, Model, ModelConfig};
 use gpurun_plan::{Mesh, OffloadVia, PlanOptions, Policy, Recompute, Schedule};
-use gpurun_types::{DType, Place, Rank};
+use gpurun_types::{Bytes, DType, Place, Rank};
 
 /// Nobody watches.
 pub struct Quiet;
@@ -45,6 +49,12 @@ pub struct Case {
     pub global_batch: usize,
     pub loss_scale: Option<f32>,
     pub clip: f32,
+    /// Checkpoint that it starts from.
+    pub resume: Option<PathBuf>,
+    /// Folder that it saves to at its end.
+    pub save: Option<PathBuf>,
+    /// Most device memory of a rank.
+    pub limit: Option<Bytes>,
 }
 
 /// What came out of it.
@@ -113,6 +123,9 @@ impl Case {
             global_batch: 12,
             loss_scale: None,
             clip: 0.5,
+            resume: None,
+            save: None,
+            limit: None,
         }
     }
 
@@ -149,7 +162,7 @@ impl Case {
                 }),
             },
             loss_scale: self.loss_scale.unwrap_or(1.0),
-            device_limit: None,
+            device_limit: self.limit,
         }
     }
 
@@ -193,27 +206,56 @@ impl Case {
         whole
     }
 
+    /// Votes of all ranks, for saving.
+    fn control(&self, fabric: Option<&Arc<Fabric>>) -> Control {
+        let Some(fabric) = fabric else { return Control::solo() };
+        let backend: Arc<dyn Backend> = Arc::new(CpuBackend::new(1).expect("a CPU backend"));
+        let all: Vec<Rank> = (0..self.ranks * self.pp).map(Rank).collect();
+        let link = fabric.communicator(63, &all, backend.clone()).expect("a communicator of all ranks");
+        Control::new(Arc::new(link), backend).expect("memory for a vote")
+    }
+
     fn run_rank(
         &self,
         rank: u32,
         fabric: Option<Arc<Fabric>>,
         wrap: &(impl Fn(Rank, HostNetwork) -> Box<dyn Network> + Sync),
     ) -> Outcome {
-        let backend: Arc<dyn Backend> = Arc::new(CpuBackend::new(1).expect("a CPU backend"));
+        let cpu = Arc::new(CpuBackend::new(1).expect("a CPU backend"));
+        let backend: Arc<dyn Backend> = cpu.clone();
+        let control = self.control(fabric.as_ref());
         let model: Arc<Model> = Arc::new(self.model.build().expect("a valid model"));
         let network = wrap(Rank(rank), HostNetwork { fabric, backend: backend.clone() });
         let session =
             Session::new(backend, model, network.as_ref(), Rank(rank), self.options()).expect("a session can be made");
-        session.initialise(17).expect("weights can be set");
+        let start = match &self.resume {
+            None => {
+                session.initialise(17).expect("weights can be set");
+                0
+            }
+            Some(dir) => {
+                let checkpoint = Checkpoint::open(dir).expect("a checkpoint");
+                checkpoint::load(&session, &checkpoint).expect("a checkpoint of this model").step
+            }
+        };
         let mut out =
             Outcome { losses: vec![], norms: vec![], skipped: vec![], loss_scales: vec![], state: BTreeMap::new() };
-        for step in 0..self.steps {
+        for step in start..start + self.steps {
             let done: StepOutcome =
                 session.step(step + 1, inputs(self, rank % self.ranks, step), &Quiet).expect("a step can be run");
             out.losses.push(done.loss_sum / (self.global_batch * SEQ) as f64);
             out.norms.push(done.grad_norm);
             out.skipped.push(done.skipped);
             out.loss_scales.push(done.loss_scale);
+            // Whatever is trained in these tests must need nothing more from here on.
+            cpu.seal();
+        }
+        if self.steps > 0 {
+            assert_used_as_planned(&cpu, &session, self);
+        }
+        if let Some(dir) = &self.save {
+            let position = Position { step: start + self.steps, tokens: 0 };
+            checkpoint::save(&session, &control, dir, position, &Provenance::default(), None).expect("it is saved");
         }
         let sizes: BTreeMap<String, usize> =
             session.model().units.iter().flat_map(|u| u.params()).map(|p| (p.name.clone(), p.elements())).collect();
@@ -230,6 +272,23 @@ impl Case {
         }
         out
     }
+}
+
+/// The arenas are those of the plan to the byte, and were used up to their ends, but for the last buffers where those are scratch
+/// of these small models' units that not every pass needs: up to two of 256 bytes, which is the least a buffer takes.
+fn assert_used_as_planned(backend: &CpuBackend, session: &Session, case: &Case) {
+    let (device, host) = session.planned_bytes();
+    let used = backend.arenas_used();
+    let of = |place, bytes| used.iter().find(|a| a.place == place && a.bytes == bytes);
+    for (place, planned) in [(Place::Device, device), (Place::Host, host)].into_iter().filter(|(_, b)| b.0 > 0) {
+        let arena = of(place, planned).unwrap_or_else(|| panic!("no {place} arena of {planned} in {used:?}: {case:?}"));
+        let unused = planned.0 - arena.high_water.align_up(256).0;
+        assert!(unused <= 512, "{unused} of {planned} of {place} memory were never used: {case:?}");
+    }
+    // Beside them only what inputs are staged in: tokens, targets, starts and the learning rate.
+    let staged = 4 * (3 * case.global_batch / case.ranks as usize * SEQ + 1);
+    let rest: u64 = used.iter().map(|a| a.bytes.0).sum::<u64>() - device.0 - host.0;
+    assert_eq!(rest, staged as u64, "{used:?}: {case:?}");
 }
 
 /// Largest relative difference of any state tensor, by norm.
