@@ -5,18 +5,16 @@ mod common;
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex};
 
-use common::{Case, SEQ, gpt2, llama};
-use gpurun_comm::wrap::{Call, Record, Recording};
-use gpurun_comm::{CommError, Communicator};
+use common::{Case, Key, Log, Noting, SEQ, gpt2, llama};
+use gpurun_comm::wrap::{Call, Record};
 use gpurun_device::CpuBackend;
-use gpurun_engine::{HostNetwork, Network, model_spec};
+use gpurun_engine::{Network, model_spec};
 use gpurun_model::{BatchShape, ModelConfig};
 use gpurun_plan::{
     Group, Layout, Mesh, ModelSpec, OffloadVia, Op, Plan, PlanError, PlanOptions, RankPlan, Recompute, Schedule,
 };
-use gpurun_types::{DType, Lane, Rank};
+use gpurun_types::{DType, Rank};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
@@ -120,29 +118,6 @@ impl Way {
         }
         let fits = split.iter().sum::<u32>() == units && split.iter().all(|n| *n > 0);
         (!fits).then_some([name, model])
-    }
-}
-
-/// A rank, and the lane and members of one of its communicators.
-type Key = (Rank, Lane, Vec<Rank>);
-
-/// Who made which calls.
-type Log = Arc<Mutex<BTreeMap<Key, Arc<Recording>>>>;
-
-/// A network whose communicators note their calls.
-struct Noting {
-    rank: Rank,
-    inner: HostNetwork,
-    log: Log,
-}
-
-impl Network for Noting {
-    fn communicator(&self, channel: u32, members: &[Rank], lane: Lane) -> Result<Arc<dyn Communicator>, CommError> {
-        let recording = Arc::new(Recording::new(self.inner.communicator(channel, members, lane)?));
-        let key = (self.rank, lane, members.to_vec());
-        let before = self.log.lock().expect("nobody panicked").insert(key, recording.clone());
-        assert!(before.is_none(), "one communicator for {members:?} on lane {lane}");
-        Ok(recording)
     }
 }
 

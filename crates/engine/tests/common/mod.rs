@@ -3,10 +3,11 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use gpurun_checkpoint::Checkpoint;
-use gpurun_comm::{Fabric, FabricOptions};
+use gpurun_comm::wrap::Recording;
+use gpurun_comm::{CommError, Communicator, Fabric, FabricOptions};
 use gpurun_device::{Backend, CpuBackend, LossScaling};
 use gpurun_engine::checkpoint::{self, Position, Provenance};
 use gpurun_engine::{
@@ -15,7 +16,7 @@ use gpurun_engine::{
 };
 use gpurun_model::{BatchShape, Model, ModelConfig};
 use gpurun_plan::{Mesh, OffloadVia, PlanOptions, Policy, Recompute, Schedule};
-use gpurun_types::{Bytes, DType, Place, Rank};
+use gpurun_types::{Bytes, DType, Lane, Place, Rank};
 
 /// Nobody watches.
 pub struct Quiet;
@@ -271,6 +272,29 @@ impl Case {
             session.read_f32(stretch.region, to).expect("state can be read");
         }
         out
+    }
+}
+
+/// A rank, and the lane and members of one of its communicators.
+pub type Key = (Rank, Lane, Vec<Rank>);
+
+/// Who made which calls.
+pub type Log = Arc<Mutex<BTreeMap<Key, Arc<Recording>>>>;
+
+/// A network whose communicators note their calls.
+pub struct Noting {
+    pub rank: Rank,
+    pub inner: HostNetwork,
+    pub log: Log,
+}
+
+impl Network for Noting {
+    fn communicator(&self, channel: u32, members: &[Rank], lane: Lane) -> Result<Arc<dyn Communicator>, CommError> {
+        let recording = Arc::new(Recording::new(self.inner.communicator(channel, members, lane)?));
+        let key = (self.rank, lane, members.to_vec());
+        let before = self.log.lock().expect("nobody panicked").insert(key, recording.clone());
+        assert!(before.is_none(), "one communicator for {members:?} on lane {lane}");
+        Ok(recording)
     }
 }
 
