@@ -33,11 +33,16 @@ pub(crate) struct Planner<'a> {
 impl Planner<'_> {
     /// The plan of one rank of each kind.
     pub(crate) fn sketch(&self, options: &TrainOptions) -> Result<(ModelSpec, Sketch), TrainError> {
-        let micro = options.micro_batches(self.world)?;
-        let shape = BatchShape { batch: micro.sequences, seq: options.seq_len };
-        let spec = model_spec(self.model, shape, options.dtype, self.sizes)?;
+        let spec = self.spec(options)?;
         let sketch = Sketch::build(&spec, &plan_options(options, self.world)?).map_err(EngineError::from)?;
         Ok((spec, sketch))
+    }
+
+    /// The model's sizes for the micro-batches of `options`.
+    pub(crate) fn spec(&self, options: &TrainOptions) -> Result<ModelSpec, TrainError> {
+        let micro = options.micro_batches(self.world)?;
+        let shape = BatchShape { batch: micro.sequences, seq: options.seq_len };
+        Ok(model_spec(self.model, shape, options.dtype, self.sizes)?)
     }
 
     /// Sequences that a micro-batch may have, the largest first.

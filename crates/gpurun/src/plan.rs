@@ -17,7 +17,7 @@ use serde::Serialize;
 use crate::command::{Failure, command, print};
 use crate::fit::{Fitted, Planner, fitted, machine};
 use crate::options::{Device, MicroBatches, Offload, PipelineSchedule, TrainArgs, TrainOptions, spelled};
-use crate::search::search;
+use crate::search::{Best, search};
 use crate::train::{TrainError, plan_options};
 
 /// Show what each rank of `train` with these options would hold in memory and send, without running it
@@ -152,8 +152,8 @@ fn searched(options: &TrainOptions, nproc: u32, name: Option<&str>, json: bool) 
     options.check_context(model.max_seq)?;
     let machine = machine(name, options, nproc);
     let planner = Planner { model: &model, world: nproc, sizes: sizes(options) };
-    let found = search(&planner, options, &machine)?;
-    if found.is_empty() {
+    let Best { found: best, settings, planned } = search(&planner, options, &machine, BEST)?;
+    if best.is_empty() {
         // Says why, and what comes nearest.
         fitted(&planner, options, &|_| Ok(table(&machine)))?;
         return Err(Failure::new(
@@ -161,12 +161,14 @@ fn searched(options: &TrainOptions, nproc: u32, name: Option<&str>, json: bool) 
             "nothing fits --gpu-memory-limit; use more ranks, a smaller model or a shorter --seq-len",
         ));
     }
-    let best = &found[..found.len().min(BEST)];
     if json {
-        let text = serde_json::to_string(best).expect("a report is plain data");
+        let text = serde_json::to_string(&best).expect("a report is plain data");
         return Ok(text + "\n");
     }
-    let mut text = format!("{} plans fit; estimated on {}\n", found.len(), machine.describe());
+    let mut text = format!(
+        "the best of {settings} settings that could fit, {planned} of which had to be planned; estimated on {}\n",
+        machine.describe()
+    );
     text.push_str("    s a step   tokens/s       device         host  settings\n");
     for plan in best {
         text.push_str(&format!(

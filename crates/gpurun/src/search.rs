@@ -1,13 +1,16 @@
 //! `plan --search`: the settings that give the shortest step, by estimate, of those that fit.
 
-use gpurun_plan::{Machine, OffloadVia, Recompute, estimate_sketch};
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+
+use gpurun_plan::{Bound, Machine, ModelSpec, OffloadVia, Recompute, estimate_sketch};
 use gpurun_types::Bytes;
 use serde::Serialize;
 
 use crate::fit::{Planner, recompute_name};
 use crate::offload;
-use crate::options::{Offload, TrainOptions};
-use crate::train::TrainError;
+use crate::options::{Offload, PipelineSchedule, TrainOptions, spelled};
+use crate::train::{TrainError, plan_options};
 
 /// A way to train, and what it costs.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -18,35 +21,78 @@ pub(crate) struct Found {
     pub(crate) tokens_per_second: f64,
     pub(crate) device_peak_bytes: Bytes,
     pub(crate) host_peak_bytes: Bytes,
-    #[serde(skip)]
-    pub(crate) options: TrainOptions,
 }
 
-/// Every plan that fits the limit, the shortest step first, then the least memory. Settings that the user gave stay; the
-/// others run over all their values.
+/// Of all settings.
+pub(crate) struct Best {
+    /// The shortest step first, then the least memory.
+    pub(crate) found: Vec<Found>,
+    /// Settings there are, and how many of them were planned: the others cannot be among the best, or cannot fit.
+    pub(crate) settings: usize,
+    pub(crate) planned: usize,
+}
+
+/// The `most` plans of the shortest steps of those that fit the limit. Settings that the user gave stay; the others run over
+/// all their values. They are planned in the order of what each takes at least, until no more can be among the best.
 pub(crate) fn search(
     planner: &Planner<'_>,
     options: &TrainOptions,
     machine: &Machine,
-) -> Result<Vec<Found>, TrainError> {
-    let mut found = Vec::new();
+    most: usize,
+) -> Result<Best, TrainError> {
+    let mut specs: BTreeMap<usize, ModelSpec> = BTreeMap::new();
+    let mut bounded = Vec::new();
     for candidate in candidates(planner, options)? {
         // What cannot be planned or does not fit is not listed.
-        let Ok(Some(candidate)) = planner.within(&candidate) else { continue };
-        let Ok((spec, sketch)) = planner.sketch(&candidate) else { continue };
-        let device_peak_bytes = sketch.largest().device_bytes;
-        let step_seconds = estimate_sketch(&sketch, &spec, machine);
-        found.push(Found {
-            flags: flags(planner, &candidate)?,
-            step_seconds,
-            tokens_per_second: (candidate.global_batch * candidate.seq_len) as f64 / step_seconds,
-            device_peak_bytes,
-            host_peak_bytes: sketch.largest_on_host(),
-            options: candidate,
-        });
+        let Ok(micro) = candidate.micro_batches(planner.world) else { continue };
+        let spec = match specs.entry(micro.sequences) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(new) => new.insert(planner.spec(&candidate)?),
+        };
+        let plan = plan_options(&candidate, planner.world)?;
+        let Ok(bound) = Bound::new(spec, &plan, machine) else { continue };
+        if candidate.gpu_memory_limit.is_none_or(|limit| bound.device_bytes <= limit) {
+            let open = candidate.offload_fraction.is_none();
+            bounded.push((if open { bound.without_optimizer } else { bound.seconds }, candidate));
+        }
     }
-    found.sort_by(|a, b| a.step_seconds.total_cmp(&b.step_seconds).then(a.device_peak_bytes.cmp(&b.device_peak_bytes)));
-    Ok(found)
+    bounded.sort_by(|a, b| a.0.total_cmp(&b.0));
+    let mut best = Best { found: Vec::new(), settings: bounded.len(), planned: 0 };
+    for (least, candidate) in bounded {
+        if best.found.len() == most && best.found.last().is_some_and(|worst| least > worst.step_seconds) {
+            break;
+        }
+        best.planned += 1;
+        best.found.extend(found(planner, candidate, machine)?);
+        let order = |a: &Found, b: &Found| a.step_seconds.total_cmp(&b.step_seconds);
+        best.found.sort_by(|a, b| order(a, b).then(a.device_peak_bytes.cmp(&b.device_peak_bytes)));
+        best.found.truncate(most);
+    }
+    Ok(best)
+}
+
+/// What the plan of a candidate takes, if it fits.
+fn found(planner: &Planner<'_>, candidate: TrainOptions, machine: &Machine) -> Result<Option<Found>, TrainError> {
+    let candidate = match (candidate.gpu_memory_limit, candidate.offload_fraction) {
+        (Some(limit), None) => match offload::with_fraction(planner, candidate, limit)? {
+            Some(candidate) => candidate,
+            None => return Ok(None),
+        },
+        _ => candidate,
+    };
+    let Ok((spec, sketch)) = planner.sketch(&candidate) else { return Ok(None) };
+    let device_peak_bytes = sketch.largest().device_bytes;
+    if candidate.gpu_memory_limit.is_some_and(|limit| device_peak_bytes > limit) {
+        return Ok(None);
+    }
+    let step_seconds = estimate_sketch(&sketch, &spec, machine);
+    Ok(Some(Found {
+        flags: flags(planner, &candidate)?,
+        step_seconds,
+        tokens_per_second: (candidate.global_batch * candidate.seq_len) as f64 / step_seconds,
+        device_peak_bytes,
+        host_peak_bytes: sketch.largest_on_host(),
+    }))
 }
 
 fn candidates(planner: &Planner<'_>, options: &TrainOptions) -> Result<Vec<TrainOptions>, TrainError> {
@@ -95,27 +141,69 @@ fn staged(planner: &Planner<'_>, options: &TrainOptions) -> Result<Vec<TrainOpti
         None => planner.micro_batches(options)?,
         Some(given) => vec![given],
     };
+    let orders = orders(planner, options);
     let mut all = Vec::new();
     for &zero in &zero {
         for &recompute in &recompute {
             for &(offload, offload_via) in &offload {
-                all.extend(micro_batch.iter().map(|n| TrainOptions {
-                    zero,
-                    recompute,
-                    offload,
-                    offload_via,
-                    micro_batch: Some(*n),
-                    ..options.clone()
-                }));
+                for &(pp_schedule, pp_chunks) in &orders {
+                    all.extend(micro_batch.iter().map(|n| TrainOptions {
+                        zero,
+                        recompute,
+                        offload,
+                        offload_via,
+                        pp_schedule,
+                        pp_chunks,
+                        micro_batch: Some(*n),
+                        ..options.clone()
+                    }));
+                }
             }
         }
     }
     Ok(all)
 }
 
+/// Orders of a pipeline, each with its chunks a stage.
+fn orders(planner: &Planner<'_>, options: &TrainOptions) -> Vec<(PipelineSchedule, u32)> {
+    if options.pp == 1 {
+        return vec![(options.pp_schedule, options.pp_chunks)];
+    }
+    // gpipe takes as long as 1f1b and holds more.
+    let all = [
+        (PipelineSchedule::OneFOneB, 1),
+        (PipelineSchedule::Interleaved, 2),
+        (PipelineSchedule::Interleaved, 4),
+        (PipelineSchedule::ZeroBubble, 1),
+        (PipelineSchedule::ZeroBubble, 2),
+    ];
+    let given = |name: &str| options.was_given(name);
+    let mut kept: Vec<_> = all.into_iter().collect();
+    if given("pp-schedule") {
+        kept = match (given("pp-chunks"), options.pp_schedule) {
+            (false, PipelineSchedule::Interleaved | PipelineSchedule::ZeroBubble) => {
+                kept.into_iter().filter(|(schedule, _)| *schedule == options.pp_schedule).collect()
+            }
+            _ => vec![(options.pp_schedule, options.pp_chunks)],
+        };
+    }
+    let units = planner.model.units.len();
+    kept.retain(|(_, chunks)| (options.pp * chunks) as usize <= units);
+    if options.pp_split.is_some() {
+        kept.retain(|(schedule, chunks)| (*schedule, *chunks) == (options.pp_schedule, options.pp_chunks));
+    }
+    kept
+}
+
 fn flags(planner: &Planner<'_>, o: &TrainOptions) -> Result<String, TrainError> {
     let micro = o.micro_batches(planner.world)?;
     let mut text = if o.pp > 1 { format!("--pp {} ", o.pp) } else { String::new() };
+    if o.pp > 1 && o.pp_schedule != PipelineSchedule::OneFOneB {
+        text.push_str(&format!("--pp-schedule {} ", spelled(o.pp_schedule)));
+        if o.pp_chunks > 1 {
+            text.push_str(&format!("--pp-chunks {} ", o.pp_chunks));
+        }
+    }
     text.push_str(&format!(
         "--zero {} --recompute {} --micro-batch {}",
         o.zero,

@@ -87,8 +87,19 @@ impl Sketch {
 
 /// Who does what when, for options that can be.
 fn pipeline(spec: &ModelSpec, options: &PlanOptions) -> Result<Pipeline, PlanError> {
+    Ok(Pipeline::new(placement(spec, options)?, options))
+}
+
+/// Who has what, for options that can be.
+pub(crate) fn placement(spec: &ModelSpec, options: &PlanOptions) -> Result<Placement, PlanError> {
     check(spec, options)?;
-    Ok(Pipeline::new(Placement::new(spec, options)?, options))
+    Placement::new(spec, options)
+}
+
+/// Whether parameters, gradients and optimizer state are cut over replicas. One replica's shard is the whole.
+pub(crate) fn sharded(options: &PlanOptions) -> [bool; 3] {
+    let policy = options.policy;
+    [policy.param, policy.grad, policy.optim].map(|r| options.mesh.dp > 1 && r.layout == Layout::Sharded)
 }
 
 fn check(spec: &ModelSpec, options: &PlanOptions) -> Result<(), PlanError> {
@@ -317,15 +328,15 @@ impl<'a> Builder<'a> {
 
     /// One rank needs no shards: its shard is the whole.
     pub(crate) fn shards_params(&self) -> bool {
-        self.dp > 1 && self.options.policy.param.layout == Layout::Sharded
+        sharded(self.options)[0]
     }
 
     pub(crate) fn shards_grads(&self) -> bool {
-        self.dp > 1 && self.options.policy.grad.layout == Layout::Sharded
+        sharded(self.options)[1]
     }
 
     pub(crate) fn shards_optim(&self) -> bool {
-        self.dp > 1 && self.options.policy.optim.layout == Layout::Sharded
+        sharded(self.options)[2]
     }
 
     /// This rank's shard within a whole flat buffer.

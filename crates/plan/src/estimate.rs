@@ -216,7 +216,7 @@ fn spans(cast: Cast, ranks: &[&RankPlan], seconds: impl Fn(usize, usize) -> f64)
 
 /// Times that bytes of edges and saved tensors cross device memory in a pass: made, read by what follows, and norms and
 /// activation functions on the way. Fitted to measured steps of GPT-2 and Llama.
-const CROSSINGS: f64 = 3.0;
+pub(crate) const CROSSINGS: f64 = 3.0;
 
 struct Cost<'a> {
     rank: &'a RankPlan,

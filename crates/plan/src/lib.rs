@@ -4,6 +4,7 @@
 #![forbid(unsafe_code)]
 
 mod access;
+mod bound;
 mod build;
 mod cost;
 mod draw;
@@ -24,6 +25,7 @@ mod verify;
 mod waits;
 
 pub use access::Accesses;
+pub use bound::Bound;
 pub use build::Sketch;
 pub use cost::{CollectiveVolume, MemoryItem, checkpoint_bytes, collective_volume, memory_report};
 pub use draw::{Drawing, svg, trace};

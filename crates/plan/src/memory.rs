@@ -109,14 +109,22 @@ impl Placed {
             .map(|(_, from, to)| (*from, *to));
         self.taken.clear();
         self.taken.extend(met);
-        self.taken.sort_unstable();
         let mut offset = base;
-        for &(from, to) in &self.taken {
-            if offset + size <= from {
-                break;
+        // Of what is met, little lies below the first gap that is large enough: what starts in reach of the offset moves it on,
+        // and is looked at no more.
+        loop {
+            let mut moved = offset;
+            self.taken.retain(|&(from, to)| {
+                let reached = from < moved + size;
+                if reached {
+                    moved = moved.max(to);
+                }
+                !reached && to > moved
+            });
+            if moved == offset {
+                return offset;
             }
-            offset = offset.max(to);
+            offset = moved;
         }
-        offset
     }
 }

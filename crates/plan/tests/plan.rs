@@ -58,6 +58,18 @@ proptest! {
     }
 
     #[test]
+    fn no_plan_takes_less_than_its_bound((spec, o) in any_options(), name in prop::sample::select(&Machine::NAMES[..])) {
+        let _limit = testkit::time_limit(60);
+        let machine = Machine::named(name, 2, o.mesh.dp * o.mesh.pp).expect("a known name");
+        let bound = Bound::new(&spec, &o, &machine).expect("a legal configuration");
+        let sketch = Sketch::build(&spec, &o).expect("a legal configuration");
+        let (seconds, bytes) = (estimate_sketch(&sketch, &spec, &machine), sketch.largest().device_bytes);
+        prop_assert!(bound.seconds <= seconds * 1.000_001, "{} s, not less than {}", seconds, bound.seconds);
+        prop_assert!(bound.without_optimizer <= bound.seconds);
+        prop_assert!(bound.device_bytes <= bytes, "{}, not less than {}", bytes, bound.device_bytes);
+    }
+
+    #[test]
     fn dropping_any_wait_is_refused((spec, o) in any_options()) {
         let _limit = testkit::time_limit(120);
         let plan = Plan::build(&spec, &o).expect("a legal configuration");
